@@ -2,25 +2,22 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.recipe.schema import Recipe
-from srtrl.resolve import PARTS, Caught, check_call, describe_error, import_user_defined, resolve_part
+from srtrl.recipe.schema import AlgorithmSection, Recipe
+from srtrl.resolve import PARTS, Caught, check_call, declared, describe_error, import_user_defined, resolve_part
 
-Call = tuple[int, tuple[str, ...]]
-"""A call by the trainer: the number of positional arguments, and the names of the keyword arguments."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-ADVANTAGE: Call = (1, ())
-TOKEN_ADVANTAGE: Call = (3, ("group_index", "gamma", "lam"))
-"""Of an advantage function that is marked `@token_level`."""
-LOSS: Call = (4, ("clip_low", "clip_high"))
-REDUCTION: Call = (2, ("sequence_lengths", "max_new_tokens"))
-KL_ESTIMATOR: Call = (2, ())
-FILTER: Call = (2, ())
-VALUE_LOSS: Call = (4, ("value_clip",))
+OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
+"""Begins messages that name an option."""
+MAX_TRIED_SAMPLES = 16
+"""Of each of the two groups on which advantages and filters are tried."""
 
 
 def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
@@ -82,24 +79,16 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import build_drafter, choose_device
+    from srtrl.trainer.build import choose_device
 
-    algorithm = recipe.algorithm
-    functions = [
-        ("algorithm.reduction", REDUCTION, algorithm.reduction),
-        ("algorithm.kl.estimator", KL_ESTIMATOR, algorithm.kl.estimator),
-        *((f"algorithm.filters.{index}", FILTER, name) for index, name in enumerate(algorithm.filters)),
-    ]
-    if recipe.critic is not None:
-        functions.append(("critic.value_loss", VALUE_LOSS, recipe.critic.value_loss))
-    for key, call, name in functions:
-        yield key, partial(_check_function, re.sub(r"\.\d+$", "", key), name, call)
     yield "algorithm.advantage", partial(_check_advantage, recipe)
-    yield "algorithm.loss", partial(_check_loss, recipe)
+    for option, number, *call in _trials(recipe):
+        yield f"{option}{number}", partial(_try, option, *call)
+    yield "algorithm.filter_options", partial(_check_filter_options, recipe.algorithm)
     yield "rewards", partial(resolve_rewards, recipe.rewards)
     yield "task.name", partial(check_task, recipe)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
-    yield "rollout.drafter", partial(build_drafter, recipe)
+    yield "rollout.drafter", partial(_check_drafter, recipe)
     if recipe.rollout.environment is not None:
         # Resolves the environment as well.
         yield "rollout.environment.name", partial(resolve_format, recipe.rollout.environment)
@@ -118,19 +107,97 @@ def _problem_of(error: Exception, default_key: str) -> Problem:
     return Problem(default_key, str(error))
 
 
-def _check_function(option: str, name: str, call: Call) -> None:
-    check_call(name, resolve_part(option, name), *call)
+def _try(
+    option: str,
+    name: str,
+    arguments: Sequence[Any],
+    given: Mapping[str, Any],
+    offered: Mapping[str, Any],
+    options: Mapping[str, Any],
+    check: Callable[[str, str, object, Any], None],
+) -> None:
+    """Call a function that the recipe names as the trainer will, on made-up data.
+
+    Args:
+        option: It names the function, `name`.
+        name: Of the function.
+        arguments: By position.
+        given: By name.
+        offered: By name, where the function declares them.
+        options: Of the recipe.
+        check: Refuses a result; it gets the first argument, too.
+
+    Raises:
+        ValueError: the function takes other arguments, raises, or returns something else.
+    """
+    if both := options.keys() & {*given, *offered}:
+        instead = f"set algorithm.{min(both)} instead" if min(both).startswith("clip_") else "the trainer gives it"
+        raise ValueError(f"{option}_options.{min(both)}: {instead}")
+    function = resolve_part(option, name)
+    keywords = {**given, **declared(function, offered), **options}
+    where = f"{option}_options: " if options else ""
+    try:
+        check_call(name, function, len(arguments), keywords)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from error
+    with Caught() as caught:
+        returned = function(*arguments, **keywords)
+    _report(caught.error, f"{where}`{name}` with {dict(options)}" if options else f"`{name}`")
+    check(option, name, returned, arguments[0])
+
+
+def _report(error: BaseException | None, what: str) -> None:
+    """Raise an error of a user's function as ValueError; one that names an option (of its own, say) as it is."""
+    if isinstance(error, RecipeError) or (isinstance(error, ValueError) and OPTION.match(str(error))):
+        raise error
+    if error is not None:
+        raise ValueError(f"{what}, tried on made-up data, raised {describe_error(error)}") from error
+
+
+def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
+    """For each function of tensors that a recipe names: the option, its number in a list, and a call of `_try`."""
+    import torch
+
+    from srtrl.trainer.credit import check_mask
+    from srtrl.trainer.objective import check_loss, check_per_token, check_reduced
+
+    algorithm, critic = recipe.algorithm, recipe.critic
+    logprobs = torch.tensor([-0.5, -1.5, -1.0, -2.0], requires_grad=True)  # [R], of two sequences
+    numbers, index = logprobs.detach(), torch.tensor([0, 0, 1, 1])
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    offered: dict[str, Any] = {"entropy": -logprobs, "rollout_logprobs": numbers}
+    offered |= {"ref_logprobs": numbers} if algorithm.kl.coefficient > 0 else {}
+    losses = [logprobs, numbers, numbers + 1, index]
+    yield "algorithm.loss", "", algorithm.loss, losses, clip, offered, algorithm.loss_options, check_loss
+    yield "algorithm.kl.estimator", "", algorithm.kl.estimator, [logprobs, numbers], {}, {}, {}, check_per_token
+    given = {"sequence_lengths": torch.tensor([2, 2]), "max_new_tokens": recipe.rollout.max_new_tokens}
+    yield "algorithm.reduction", "", algorithm.reduction, [logprobs, index], given, {}, {}, check_reduced
+    if critic is not None:
+        given = {"value_clip": critic.value_clip}
+        yield "critic.value_loss", "", critic.value_loss, losses, given, {}, {}, check_loss
+
+    rewards, options = _made_up_rewards(recipe), algorithm.filter_options
+    for number, name in enumerate(algorithm.filters):
+        yield "algorithm.filters", f".{number}", name, [rewards, rewards > 0], {}, options, {}, check_mask
+
+
+def _made_up_rewards(recipe: Recipe) -> "Tensor":
+    """Rewards of two groups, [2, S] float64."""
+    import torch
+
+    num_samples = min(recipe.rollout.num_samples, MAX_TRIED_SAMPLES)
+    return torch.arange(2.0 * num_samples, dtype=torch.float64).reshape(2, -1)
 
 
 def _check_advantage(recipe: Recipe) -> None:
-    """Call an advantage as the trainer will, on two groups; there is a critic if, and only if, it needs one."""
+    """Call the advantage on two groups; there is a critic if, and only if, it needs one."""
     import torch
 
     from srtrl.algorithms.advantages import is_token_level, needs_critic
+    from srtrl.trainer.credit import check_advantages
 
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
-    check_call(name, function, *(TOKEN_ADVANTAGE if is_token_level(function) else ADVANTAGE))
     problems = []
     if is_token_level(function) and algorithm.loss == "gspo":
         message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
@@ -142,42 +209,48 @@ def _check_advantage(recipe: Recipe) -> None:
         problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)
-    rewards = torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)  # [G, S]
-    result: object = None
+    rewards = _made_up_rewards(recipe)  # [G, S]
+    arguments, given = [rewards], {}
+    if is_token_level(function):  # of responses of one token, [B, 1]
+        arguments = [rewards.reshape(-1, 1), rewards.reshape(-1, 1), rewards.reshape(-1, 1) >= 0]
+        index = torch.arange(2).repeat_interleave(rewards.shape[1])
+        given = {"group_index": index, "gamma": algorithm.gamma, "lam": algorithm.lam}
+        rewards = rewards.flatten()
+    weights = {reward.name.rpartition(":")[2]: reward.weight for reward in recipe.rewards}
+    offered = {"reward_terms": dict.fromkeys(weights, rewards), "reward_weights": weights, "correct": rewards > 0}
+    offered |= {"lengths": torch.ones_like(rewards).long(), "prompt_ids": ["one", "two"], "step": 1}
+    _try("algorithm.advantage", name, arguments, given, offered, algorithm.advantage_options, check_advantages)
+
+
+def _check_filter_options(algorithm: AlgorithmSection) -> None:
+    """Each option must be an argument of a filter."""
+    functions = [resolve_part("algorithm.filters", name) for name in algorithm.filters]
+    for option in algorithm.filter_options:
+        if not any(declared(function, {option: None}) for function in functions):
+            raise ValueError(f"no filter declares an argument `{option}`")
+
+
+def _check_drafter(recipe: Recipe) -> None:
+    """Let a user-defined drafter draft for one sample."""
+    import numpy as np
+
+    from srtrl.drafters.base import end_to_end
+    from srtrl.drafters.draft_tree import check_trees
+    from srtrl.trainer.build import build_drafter, train_sampling
+    from srtrl.types import Request
+
+    name, slots, max_nodes = recipe.rollout.drafter, np.zeros(1, np.int64), np.full(1, 4)
     with Caught() as caught:
-        if is_token_level(function):
-            tokens, index = rewards.reshape(-1, 1), torch.arange(2).repeat_interleave(rewards.shape[1])
-            mask = torch.ones_like(tokens, dtype=torch.bool)  # [B, L], responses of one token
-            options = {"group_index": index, "gamma": algorithm.gamma, "lam": algorithm.lam}
-            result = function(tokens, torch.zeros_like(tokens), mask, **options)
-        else:
-            result = function(rewards)
-    if caught.error is not None:
-        raise ValueError(f"`{name}`, tried on two groups, raised {describe_error(caught.error)}") from caught.error
-    if not isinstance(result, torch.Tensor):
-        raise ValueError(f"`{name}` must return a tensor, tried on two groups it returned {result!r:.80}")
-
-
-def _check_loss(recipe: Recipe) -> None:
-    """Call the loss as the trainer will, on two tokens: it checks its own options."""
-    import torch
-
-    algorithm, name, options = recipe.algorithm, recipe.algorithm.loss, recipe.algorithm.loss_options
-    function = resolve_part("algorithm.loss", name)
-    num_positional, keywords = LOSS
-    if both := set(keywords).intersection(options):
-        raise ValueError(f"algorithm.loss_options.{min(both)}: set algorithm.{min(both)} instead")
-    tokens, index = torch.tensor([-0.5, -1.5]), torch.zeros(2, dtype=torch.int64)
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    with Caught() as caught:
-        check_call(name, function, num_positional, (*keywords, *options))
-        if options:
-            function(tokens, tokens, tokens, index, **clip, **options)
-    if isinstance(error := caught.error, ValueError):
-        raise RecipeError(_problem_of(error, "algorithm.loss_options" if options else "algorithm.loss")) from error
-    if error is not None:
-        tried = f"`{name}` with {options}, tried on two tokens, raised {describe_error(error)}"
-        raise ValueError(f"algorithm.loss_options: {tried}") from error
+        drafter = build_drafter(recipe)
+        if ":" not in name:
+            return
+        sample = {"prompt_id": "made up", "prompt_token_ids": (1, 2), "draw_index": 0, "sample_index": 0, "rng_key": 0}
+        drafter.start(slots, [Request(**sample, sampling=train_sampling(recipe, (0,)))])
+        drafter.observe(slots, *end_to_end([[2]]))
+        trees = drafter.propose(slots, max_nodes)
+        drafter.finish([0], [None])
+    _report(caught.error, f"`{name}`")
+    check_trees(trees, max_nodes, 2**31, str(drafter))
 
 
 def _check_model(recipe: Recipe, *, warm_start: bool) -> None:

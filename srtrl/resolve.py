@@ -12,11 +12,13 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MAX_CHARACTERS = 200
 """Of a value in a message."""
@@ -124,6 +126,18 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         call = ", ".join([f"{num_positional} arguments", *(f"{keyword}=..." for keyword in keywords)])
         declared = ", ".join(str(item.replace(annotation=item.empty)) for item in signature.parameters.values())
         raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({declared})") from error
+
+
+def declared(function: Callable[..., Any], offered: Mapping[str, T]) -> dict[str, T]:
+    """Those of the `offered` arguments that a function declares by name."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def describe_value(value: object) -> str:
+    """What a function has returned in place of what it should: `float 0.5`, `Tensor of shape (2,)`."""
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__} {f'{value!r:.60}' if shape is None else f'of shape {tuple(shape)}'}"
 
 
 def cut(text: str, limit: int = MAX_CHARACTERS) -> str:

@@ -176,11 +176,35 @@ train recipe.yaml 'rewards=[{name: "exits:reward"}]' => rewards.0: `exits:reward
 train recipe.yaml 'rewards=[{name: "leaves:reward"}]' => cannot import leaves: GeneratorExit (leaves.py:1, <module>)
 train recipe.yaml 'rewards=[{name: "mute:reward"}]' => cannot import mute: mute.Mute: <exception str() failed>
 train recipe.yaml 'rewards=[{name: "hides:reward"}]' => hides raised RuntimeError: no reward (hides.py:2, __getattr__)
-train recipe.yaml algorithm.advantage=os:system => algorithm.advantage: `os:system`, tried on two groups, raised
-train recipe.yaml algorithm.advantage=builtins:len => `builtins:len` must return a tensor, tried on two groups it
+train recipe.yaml algorithm.advantage=os:system => `os:system`, tried on made-up data, raised TypeError
+train recipe.yaml algorithm.advantage=builtins:len => builtins:len must return a tensor of shape (2, 4)
 train recipe.yaml algorithm.loss=ppo_clp => algorithm.loss: `ppo_clp` is not in
 train recipe.yaml 'algorithm.loss_options={x: 1}' => algorithm.loss_options: `ppo_clip` cannot be called with (4
 train recipe.yaml 'algorithm.filters=[x]' => algorithm.filters.0: `x` is not in
+train recipe.yaml algorithm.loss=flawed:only_loss => algorithm.loss: `flawed:only_loss` must return (token_loss, metric
+train recipe.yaml algorithm.loss=flawed:triple => must return (token_loss, metrics), a tensor and a dictionary of
+train recipe.yaml algorithm.loss=flawed:float_metric => a tensor of shape (4,); mine: float 0.5
+train recipe.yaml algorithm.loss=flawed:scalar => must return one number per token, a tensor of shape (4,); its loss:
+train recipe.yaml algorithm.loss=flawed:detached => `flawed:detached` returned a loss without gradient (detached?)
+train recipe.yaml algorithm.loss=flawed:raises => `flawed:raises`, tried on made-up data, raised KeyError: 'x' (flawed.
+train recipe.yaml algorithm.loss=flawed:needs_reference => cannot be called with (4 arguments, clip_low=..., clip_high=
+train recipe.yaml 'algorithm.loss_options={entropy: 1}' => algorithm.loss_options.entropy: the trainer gives it
+train recipe.yaml algorithm.advantage=flawed:listed => tensor of shape (2, 4), that of its first argument; it returned:
+train recipe.yaml algorithm.advantage=flawed:per_group => its first argument; it returned: Tensor of shape (2,)
+train recipe.yaml 'algorithm.advantage_options={alpha: 1}' => advantage_options: `group_relative` cannot be called with
+train recipe.yaml 'algorithm.filters=["flawed:listed_mask"]' => a bool for each of the 2 groups, a tensor; it returned:
+train recipe.yaml 'algorithm.filters=["flawed:float_mask"]' => it returned: Tensor of shape (2,), torch.float64
+train recipe.yaml 'algorithm.filter_options={alpha: 1}' => algorithm.filter_options: no filter declares an argument `al
+train recipe.yaml algorithm.reduction=flawed:no_reduction => one number, a tensor without dimensions; it returned: Tens
+train recipe.yaml algorithm.kl.estimator=flawed:mean_kl => one number per token, a tensor of shape (4,); its value: Ten
+train critic.yaml critic.value_loss=flawed:only_loss => critic.value_loss: `flawed:only_loss` must return (token_loss,
+train recipe.yaml rollout.drafter=flawed:Lists => `propose` must return DraftTrees, it returned: list [[1, 2]]
+train recipe.yaml rollout.drafter=flawed:ListsInTrees => proposed incorrect draft trees; expected 1 trees of at most
+train recipe.yaml rollout.drafter=flawed:Short => `flawed:Short`, tried on made-up data, raised TypeError
+train recipe.yaml rollout.drafter=flawed:Empty => raised NotImplementedError: the drafter flawed.Empty has no `propose`
+train recipe.yaml 'rewards=[{name: "flawed:trl"}]' => rewards.0: `flawed:trl` takes `completions`, as a reward of anoth
+train recipe.yaml 'rewards=[{name: "flawed:verl"}]' => here it takes one sample, and returns one number: `def verl(samp
+train recipe.yaml 'rewards=[{name: "flawed:marked"}]' => `flawed:marked` is a coroutine function, of which all samples
 train recipe.yaml 'log.trackers=[tensorbord]' => log.trackers: tensorbord is not installed
 train recipe.yaml rollout.drafter=collections:Counter => rollout.drafter: `collections:Counter` is no drafter
 train recipe.yaml 'rollout.drafter_options={min_score: 2}' => rollout.drafter_options.min_score: should be less than
@@ -209,6 +233,39 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "ranks": ("./policy", "model.layers.0.self_attn.q_proj", {"r": "x"}),
 }
 """Folders of adapters: base model, module, and values in the config."""
+FLAWED = """
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.tasks.reward_input import batched
+
+def only_loss(logprobs, *_, **__): return -logprobs
+def triple(logprobs, *_, **__): return -logprobs, {}, {}
+def float_metric(logprobs, *_, **__): return -logprobs, {"mine": 0.5}
+def scalar(logprobs, *_, **__): return -logprobs.mean(), {}
+def detached(logprobs, *_, **__): return -logprobs.detach(), {}
+def raises(logprobs, *_, **__): return {}["x"]
+def needs_reference(logprobs, old, advantages, index, *, clip_low, clip_high, ref_logprobs): return -logprobs, {}
+def listed(rewards): return rewards.tolist()
+def per_group(rewards): return rewards.mean(dim=1)
+def listed_mask(rewards, correct): return [True] * len(rewards)
+def float_mask(rewards, correct): return rewards.mean(dim=1)
+def no_reduction(token_loss, index, **_): return token_loss
+def mean_kl(logprobs, ref_logprobs): return (logprobs - ref_logprobs).mean()
+def trl(completions, **_): return [1.0]
+def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+
+@batched
+async def marked(samples): return [1.0 for _ in samples]
+
+class Empty(DrafterBase): pass
+class Lists(DrafterBase):
+    def propose(self, slots, max_nodes): return [[1, 2]]
+class ListsInTrees(DrafterBase):
+    def propose(self, slots, max_nodes): return DraftTrees(token_ids=[1], parents=[-1], scores=[0.5], offsets=[0, 1])
+class Short(DrafterBase):
+    def propose(self, slots): return DraftTrees.empty(len(slots))
+"""
+"""Functions and classes of a user with one mistake each."""
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +288,9 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     (folder / "long.jsonl").write_text(json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}))
     (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"text": "2"}\n')
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
+    (folder / "flawed.py").write_text(FLAWED)
+    critic = "\nalgorithm: {advantage: gae}\ncritic: {}\n"
+    (folder / "critic.yaml").write_text(recipe_text(path=policy) + critic)
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "leaves.py").write_text("raise GeneratorExit\n")
     (folder / "mute.py").write_text("class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n")

@@ -234,10 +234,18 @@ def one_a_sequence(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("option", "name", "message"),
     [
-        ("advantage", "transposed", r"must return shape \(4, 3\), that of the padded tokens; it returned \(3, 4\)"),
+        (
+            "advantage",
+            "transposed",
+            r"shape \(4, 3\), that of its first argument; it returned: Tensor of shape \(3, 4\)",
+        ),
         ("advantage", "infinite", "returned a number that is not finite"),
-        ("advantage", "one_a_group", r"must return shape \(2, 2\), that of the rewards; it returned \(2,\)"),
-        ("kl", "one_a_sequence", r"must return one number per token, \(\d+,\); .* \(\)"),
+        (
+            "advantage",
+            "one_a_group",
+            r"shape \(2, 2\), that of its first argument; it returned: Tensor of shape \(2,\)",
+        ),
+        ("kl", "one_a_sequence", r"must return one number per token, a tensor of shape \(\d+,\); .* \(\)"),
     ],
 )
 def test_an_incorrect_function_is_a_users_error(option: str, name: str, message: str) -> None:

@@ -197,7 +197,7 @@ def absolute_error(
     ("value_loss", "message"),
     [
         ("test_critic:absolute_error", None),
-        ("test_critic:mean_error", "critic.value_loss must return one number per token"),
+        ("test_critic:mean_error", "critic.value_loss: `test_critic:mean_error` must return one number per token"),
         ("no_such_loss", r"no_such_loss.*losses.py; known: clipped_value"),
     ],
 )

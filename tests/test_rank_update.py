@@ -208,7 +208,9 @@ def test_an_error_of_one_rank_stops_all_alike() -> None:
     place = "step 7, epoch 1, mini-batch 1"
     not_changed = "the weights were not changed by this mini-batch"
     assert found["memory"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert found["shape"].startswith("ValueError: algorithm.loss must return one number per token")
+    assert found["shape"].startswith(
+        "ValueError: algorithm.loss: `test_rank_update:failing_loss` must return one number per token"
+    )
     for flaw, message in found.items():
         is_of_rank_1 = flaw in ("memory", "shape")
         assert other[flaw] == (f"RankError: rank 1 of 2: {message.partition(': ')[2]}" if is_of_rank_1 else message)

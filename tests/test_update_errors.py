@@ -139,22 +139,26 @@ def flawed(flaw: str, at_call: int = 1) -> dict[str, Any]:
 
 KL_OF_ONE_NUMBER = {"kl": {"coefficient": 0.1, "estimator": f"{__name__}:mean_kl"}}
 WHERE = "step 4, epoch 1, mini-batch 1: the"
-SHAPE = r"must return one number per token, \(\d+,\)"
+SHAPE = r"must return one number per token, a tensor of shape \(\d+,\)"
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (flawed("nan"), NonFiniteError, f"{WHERE} loss is nan"),
+        (flawed("nan"), NonFiniteError, rf"{WHERE} loss \(algorithm\.loss {__name__}:incorrect_loss\) is nan"),
         (flawed("infinite slope"), NonFiniteError, f"{WHERE} gradient norm is (nan|inf)"),
-        (flawed("mean"), ValueError, rf"algorithm\.loss {SHAPE}; its loss has shape \(\)"),
-        (flawed("mean as metric"), ValueError, rf"algorithm\.loss {SHAPE}; mine has shape \(\)"),
+        (
+            flawed("mean"),
+            ValueError,
+            rf"algorithm\.loss: `.*:incorrect_loss` {SHAPE}; its loss: Tensor of shape \(\)",
+        ),
+        (flawed("mean as metric"), ValueError, rf"algorithm\.loss: .* {SHAPE}; mine: Tensor of shape \(\)"),
         (flawed("no memory", at_call=3), torch.OutOfMemoryError, "out of memory"),
-        (KL_OF_ONE_NUMBER, ValueError, rf"algorithm\.kl\.estimator {SHAPE}; its estimate has shape \(\)"),
+        (KL_OF_ONE_NUMBER, ValueError, rf"algorithm\.kl\.estimator: .* {SHAPE}; its value: Tensor of shape \(\)"),
         (
             {"reduction": f"{__name__}:no_reduction"},
             ValueError,
-            r"algorithm\.reduction must return one number, found shape \(\d+,\)",
+            r"algorithm\.reduction: .* must return one number, .*; it returned: Tensor of shape \(\d+,\)",
         ),
         (
             {"loss": "ppo_clipp"},

@@ -10,6 +10,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.resolve import describe_value
+
 ROOT = -1
 """Parent of the nodes that continue the sequence directly."""
 
@@ -134,8 +136,10 @@ def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size:
     Raises:
         ValueError: The drafter does not keep its promises.
     """
+    if not isinstance(trees, DraftTrees):
+        raise ValueError(f"{drafter}: `propose` must return DraftTrees, it returned: {describe_value(trees)}")
     arrays = trees.token_ids, trees.parents, trees.scores, trees.offsets
-    types = [(array.dtype, array.ndim) for array in arrays]
+    types = [(getattr(array, "dtype", None), getattr(array, "ndim", None)) for array in arrays]
     expected = [(np.dtype(dtype), 1) for dtype in (np.int32, np.int32, np.float32, np.int64)]
     if types != expected or not _are_valid(*arrays, max_nodes, vocab_size):
         raise ValueError(

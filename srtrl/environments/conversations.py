@@ -13,7 +13,7 @@ import queue
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -148,7 +148,8 @@ class Conversations:
         """The prompt with the environment's first messages.
 
         Raises:
-            ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
+            ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises or returns
+                something else than messages.
         """
         if not self.starts_prompts:
             return prompt
@@ -158,12 +159,35 @@ class Conversations:
                 environment = self.environment_class(self.options, self._shared)
                 messages = environment.start(prompt)
                 environment.close()
+            message = f"rollout.environment: `start` of {self.section.name}, called with prompt {prompt.prompt_id!r},"
             if caught.error is not None:
-                message = f"`start` of the environment {self.section.name} raised on prompt {prompt.prompt_id!r}"
-                raise ValueError(f"{message}: {describe_error(caught.error)}") from caught.error
+                raise ValueError(f"{message} raised {describe_error(caught.error)}") from caught.error
+            are_messages = isinstance(messages, Sequence) and all(
+                isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
+            )
+            if messages is not None and not are_messages:
+                raise ValueError(f"{message} must return a list of messages or None, it returned {messages!r:.80}")
             started = self._append(prompt, messages or (), max_prompt_tokens)
             self._starts[key] = self._starts[started.prompt_id, started.text] = prompt, started
         return self._starts[key][1]
+
+    def try_environment(self, prompt: Prompt) -> None:
+        """Let a user-defined environment answer one turn of a prompt, the reference answer, before anything is decoded.
+
+        Raises:
+            ValueError: it raises, or returns something else than a `Step`.
+        """
+        if ":" not in self.section.name:
+            return
+        turn = Turn(index=0, text=prompt.answer or "an answer", token_ids=(0,))
+        with Caught() as caught:
+            environment = self.environment_class(self.options, self._shared)
+            environment.start(prompt)
+            self._step(environment, turn)
+            environment.close()
+        if caught.error is not None:
+            tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
+            raise ValueError(f"rollout.environment: {tried} raised {describe_error(caught.error)}") from caught.error
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
         bos, text = self.tokenizer.bos_token, self.format.add_messages(prompt.text, messages)

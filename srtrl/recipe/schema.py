@@ -86,6 +86,8 @@ class AlgorithmSection(Section):
 
     advantage: str = "group_relative"
     """A function in `srtrl/algorithms/advantages.py`, or `package.module:function` of your own."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that advantage function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of a token's later rewards (token-level advantages only: `gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -113,6 +115,8 @@ class AlgorithmSection(Section):
     """Multiply the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
+    filter_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the filters; each gets those that it declares."""
     overlong_filtering: bool = False
     """Do not learn from samples truncated at the length limit; their rewards stay in the baseline of their group."""
 

@@ -6,8 +6,10 @@ the right), R response tokens in total. Everything is float64 until it is stored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor
 
 from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
-from srtrl.recipe.schema import AlgorithmSection, Recipe
-from srtrl.resolve import resolve_part
+from srtrl.recipe.schema import Recipe
+from srtrl.resolve import declared, describe_value, resolve_part
 from srtrl.trainer.objective import check_per_token
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
@@ -32,8 +34,12 @@ class Credit:
     metrics: dict[str, float]
 
 
-def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> list[RolloutGroup]:
+def filter_groups(
+    groups: Sequence[RolloutGroup], filters: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})
+) -> list[RolloutGroup]:
     """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees the kept ones.
+
+    Each filter gets those of `options` that it declares.
 
     Raises:
         ValueError: a filter is unknown, or returns something else than a bool for each group.
@@ -45,14 +51,18 @@ def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> lis
         grades = [[rollout.grade for rollout in group.rollouts] for group in kept]  # [G, S]
         rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
         correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
-        mask: Tensor = resolve_part("algorithm.filters", name)(rewards, correct)  # [G]
-        if mask.shape != (len(kept),) or mask.dtype != torch.bool:
-            raise ValueError(
-                f"algorithm.filters: {name} must return a bool for each of the {len(kept)} groups, "
-                f"it returned {mask.dtype} of shape {tuple(mask.shape)}"
-            )
+        function = resolve_part("algorithm.filters", name)
+        mask = function(rewards, correct, **declared(function, options))  # [G]
+        check_mask("algorithm.filters", name, mask, rewards)
         kept = [group for group, keep in zip(kept, mask.tolist(), strict=True) if keep]
     return kept
+
+
+def check_mask(option: str, name: str, mask: object, rewards: Tensor) -> None:
+    """Refuse what a filter has returned unless it is a tensor of a bool for each row of `rewards`: ValueError."""
+    if not isinstance(mask, Tensor) or mask.shape != rewards.shape[:1] or mask.dtype != torch.bool:
+        message = f"{option}: {name} must return a bool for each of the {len(rewards)} groups, a tensor"
+        raise ValueError(f"{message}; it returned: {describe_value(mask)}, {getattr(mask, 'dtype', 'no tensor')}")
 
 
 def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
@@ -71,7 +81,9 @@ def _train_sequence(rollout: Rollout) -> TrainSequence:
     )
 
 
-def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe) -> Credit:
+def assign_credit(
+    groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe, *, step: int = 1
+) -> Credit:
     """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
 
     A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
@@ -84,6 +96,7 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
         sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
             `values` where there is a critic, `old_logprobs` where the trainer has computed them.
         recipe: Its `algorithm` section names the advantage and the KL.
+        step: The training step.
 
     Returns:
         The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has an
@@ -91,7 +104,7 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
         saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe sets it.
 
     Raises:
-        ValueError: the advantage function returns an incorrect shape, or a number that is not finite.
+        ValueError: the advantage function returns no tensor, an incorrect shape, or a number that is not finite.
     """
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -108,7 +121,7 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
         rewards = rewards - penalty
     has_values = sequences[0].values is not None
     values = _padded(_joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
-    advantages = _advantages(rewards, values, mask, groups, algorithm)  # [B, L]
+    advantages = _advantages(rewards, values, mask, groups, recipe, step)  # [B, L]
     returns = None if values is None else advantages + values  # [B, L]
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
@@ -161,42 +174,61 @@ def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
     estimates: Tensor = resolve_part("algorithm.kl.estimator", name)(
         logprobs, _joined([sequence.ref_logprobs for sequence in sequences])
     )
-    check_per_token("algorithm.kl.estimator", {"its estimate": estimates}, logprobs)
+    check_per_token("algorithm.kl.estimator", name, estimates, logprobs)
     return estimates.double()
 
 
 def _advantages(
-    rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Sequence[RolloutGroup], algorithm: AlgorithmSection
+    rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Sequence[RolloutGroup], recipe: Recipe, step: int
 ) -> Tensor:
     """The advantage of every token by `algorithm.advantage`, from token rewards [B, L]: [B, L], before whitening."""
-    name = algorithm.advantage
+    algorithm, name = recipe.algorithm, recipe.algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
     sizes = [len(group.rollouts) for group in groups]
     if is_token_level(function):
         assert values is not None or not needs_critic(function), f"{name} needs the critic's values"
-        shape, of_what = mask.shape, "the padded tokens"  # [B, L]
+        first = rewards  # [B, L]
         advantages = function(
-            rewards,
+            first,
             torch.zeros_like(rewards) if values is None else values,
             mask,
             group_index=torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)),  # [B]
             gamma=algorithm.gamma,
             lam=algorithm.lam,
+            **declared(function, _offered(groups, mask.sum(dim=1), recipe, step)),
+            **algorithm.advantage_options,
         )
     else:
         assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, got {sizes}"
-        by_group = rewards.sum(dim=1).reshape(len(groups), sizes[0])
-        shape, of_what = by_group.shape, "the rewards"  # [G, S]
-        advantages = function(by_group)
-    if advantages.shape != shape:
-        raise ValueError(
-            f"algorithm.advantage: {name} must return shape {tuple(shape)}, that of {of_what}; "
-            f"it returned {tuple(advantages.shape)}"
-        )
+        first = rewards.sum(dim=1).reshape(len(groups), sizes[0])  # [G, S]
+        offered = _offered(groups, mask.sum(dim=1).reshape(first.shape), recipe, step)
+        advantages = function(first, **declared(function, offered), **algorithm.advantage_options)
+    check_advantages("algorithm.advantage", name, advantages, first)
     on_tokens = torch.where(mask, advantages.double().reshape(len(mask), -1), 0.0)  # [B, L] or [B, 1] to [B, L]
     if not bool(on_tokens.isfinite().all()):
         raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
     return on_tokens
+
+
+def check_advantages(option: str, name: str, advantages: object, rewards: Tensor) -> None:
+    """Refuse what an advantage function has returned unless it is a tensor like its first argument: ValueError."""
+    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+        expected = f"a tensor of shape {tuple(rewards.shape)}, that of its first argument"
+        raise ValueError(f"{option}: {name} must return {expected}; it returned: {describe_value(advantages)}")
+
+
+def _offered(groups: Sequence[RolloutGroup], lengths: Tensor, recipe: Recipe, step: int) -> dict[str, Any]:
+    """What an advantage function gets if it declares it (docs/extending.md); tensors have the shape of `lengths`."""
+    grades = [rollout.grade for group in groups for rollout in group.rollouts]
+    terms = {name: torch.tensor([grade.parts[name] for grade in grades]).double() for name in grades[0].parts}
+    return {
+        "reward_terms": {name: values.reshape(lengths.shape) for name, values in terms.items()},
+        "reward_weights": {reward.name.rpartition(":")[2]: reward.weight for reward in recipe.rewards},
+        "lengths": lengths,
+        "correct": torch.tensor([grade.outcome == "correct" for grade in grades]).reshape(lengths.shape),
+        "prompt_ids": [group.prompt.prompt_id for group in groups],
+        "step": step,
+    }
 
 
 def _mean(numbers: npt.NDArray[np.float64]) -> float:

@@ -14,7 +14,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import CriticSection
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import NonFiniteError, Objective, check_per_token, loss_metrics
+from srtrl.trainer.objective import NonFiniteError, Objective, check_loss, loss_metrics
 from srtrl.trainer.passes import UpdateContext, with_per_token
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
@@ -37,18 +37,20 @@ class ValueObjective(Objective):
         """
         super().__init__(model)
         self.section = section
+        self.loss_name = f"critic.value_loss {section.value_loss}"
         self.value_loss = resolve_part("critic.value_loss", section.value_loss)
         self._is_checked = False  # whether it has returned the right shapes once
 
     def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; raises ValueError at the first call where the value loss returns an incorrect shape."""
         values = response_values(self.model, packed)  # [R]
-        token_loss, logged = self.value_loss(
+        returned = self.value_loss(
             values, packed.values, packed.returns, packed.sequence_index, value_clip=self.section.value_clip
         )
         if not self._is_checked:
-            check_per_token("critic.value_loss", {"its loss": token_loss, **logged}, values)
+            check_loss("critic.value_loss", self.section.value_loss, returned, values)
             self._is_checked = True
+        token_loss, logged = returned
         return token_loss.sum() / sequence_lengths.sum(), loss_metrics(self.section.value_loss, logged)
 
 

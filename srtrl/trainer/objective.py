@@ -16,7 +16,7 @@ from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import resolve_part
+from srtrl.resolve import declared, describe_value, resolve_part
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import TrainSequence
@@ -38,6 +38,8 @@ class Objective:
 
     title = ""
     """Begins error messages."""
+    loss_name = ""
+    """The option of its loss, and the function, as error messages name them."""
 
     def __init__(self, model: Transformer | ValueModel) -> None:
         self.model = model
@@ -77,6 +79,7 @@ class PolicyObjective(Objective):
         super().__init__(model)
         algorithm = recipe.algorithm
         self.recipe = recipe
+        self.loss_name = f"algorithm.loss {algorithm.loss}"
         self.loss = resolve_part("algorithm.loss", algorithm.loss)
         self.reduction = resolve_part("algorithm.reduction", algorithm.reduction)
         self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator)
@@ -99,17 +102,22 @@ class PolicyObjective(Objective):
         if not self.difference:
             self._first_logprobs[packed.first_sequence] = logprobs.detach()
         old_logprobs = packed.rollout_logprobs if packed.old_logprobs is None else packed.old_logprobs
-        token_loss, logged = self.loss(  # [R], and [R] by name
+        offered = {"entropy": entropy, "rollout_logprobs": packed.rollout_logprobs}
+        if packed.ref_logprobs is not None:
+            offered["ref_logprobs"] = packed.ref_logprobs
+        returned = self.loss(
             logprobs,
             old_logprobs,
             packed.advantages,
             packed.sequence_index,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
+            **declared(self.loss, offered),
             **algorithm.loss_options,
         )
         if not self._is_checked:
-            check_per_token("algorithm.loss", {"its loss": token_loss, **logged}, logprobs)
+            check_loss("algorithm.loss", algorithm.loss, returned, logprobs)
+        token_loss, logged = returned  # [R], and [R] by name
         metrics = {"entropy": entropy, **loss_metrics(algorithm.loss, logged)}
         if (cap := algorithm.importance_cap) is not None:
             weights = truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
@@ -120,7 +128,7 @@ class PolicyObjective(Objective):
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
             if not self._is_checked:
-                check_per_token("algorithm.kl.estimator", {"its estimate": kl}, logprobs)
+                check_per_token("algorithm.kl.estimator", algorithm.kl.estimator, kl, logprobs)
             metrics["kl/ref"] = kl.detach()
             if algorithm.kl.placement == "loss":
                 token_loss = token_loss + algorithm.kl.coefficient * kl
@@ -132,8 +140,8 @@ class PolicyObjective(Objective):
             sequence_lengths=sequence_lengths,
             max_new_tokens=self.recipe.rollout.max_new_tokens,
         )
-        if not self._is_checked and reduced.ndim != 0:
-            raise ValueError(f"algorithm.reduction must return one number, found shape {tuple(reduced.shape)}")
+        if not self._is_checked:
+            check_reduced("algorithm.reduction", algorithm.reduction, reduced, token_loss)
         self._is_checked = True
         return reduced, metrics
 
@@ -227,13 +235,28 @@ def loss_metrics(name: str, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{metric}": values for metric, values in logged.items()}
 
 
-def check_per_token(option: str, returned: Mapping[str, Tensor], tokens: Tensor) -> None:
-    """Refuse results, by name, of the function that `option` names that are not one number for each token.
+def check_per_token(option: str, name: str, value: object, tokens: Tensor, what: str = "its value") -> None:
+    """Refuse what the function `name` has returned unless it is a tensor of one number per token: ValueError."""
+    if not isinstance(value, Tensor) or value.shape != tokens.shape:
+        expected = f"one number per token, a tensor of shape {tuple(tokens.shape)}"
+        raise ValueError(f"{option}: `{name}` must return {expected}; {what}: {describe_value(value)}")
 
-    Raises:
-        ValueError: naming the option and the shape.
-    """
-    for name, value in returned.items():
-        if value.shape != tokens.shape:
-            expected = f"one number per token, {tuple(tokens.shape)}"
-            raise ValueError(f"{option} must return {expected}; {name} has shape {tuple(value.shape)}")
+
+def check_loss(option: str, name: str, returned: object, tokens: Tensor) -> None:
+    """Refuse what a loss has returned unless it is a loss with a gradient, and metrics: ValueError."""
+    match returned:
+        case (token_loss, dict(metrics)):
+            for what, value in {"its loss": token_loss, **metrics}.items():
+                check_per_token(option, name, value, tokens, what)
+            if tokens.requires_grad and not token_loss.requires_grad:
+                raise ValueError(f"{option}: `{name}` returned a loss without gradient (detached?)")
+        case _:
+            expected = "(token_loss, metrics), a tensor and a dictionary of tensors"
+            raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(returned)}")
+
+
+def check_reduced(option: str, name: str, reduced: object, tokens: Tensor) -> None:
+    """Refuse what a reduction has returned unless it is one number: ValueError."""
+    if not isinstance(reduced, Tensor) or reduced.ndim != 0:
+        expected = "one number, a tensor without dimensions"
+        raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(reduced)}")

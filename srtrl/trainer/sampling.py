@@ -129,7 +129,7 @@ class StepSampler:
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, engine, recipe = self.context, self.context.engine, self.context.recipe
-        rollout, filters = recipe.rollout, recipe.algorithm.filters
+        rollout, filters, options = recipe.rollout, recipe.algorithm.filters, recipe.algorithm.filter_options
         first = self._next_ahead = self.num_draws
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         if rollout.dynamic_sampling:
@@ -138,7 +138,7 @@ class StepSampler:
                 first_draw=first,
                 num_prompts=rollout.num_prompts,
                 max_draws=self._max_draws,
-                keeps=lambda group: bool(filter_groups([group], filters)),
+                keeps=lambda group: bool(filter_groups([group], filters, options)),
                 run_ahead=lambda opened: self.run_ahead(step, opened, collector),
             )
             groups = collect_rollouts(engine, collector, until_full)
@@ -147,7 +147,7 @@ class StepSampler:
             draws = range(first, first + rollout.num_prompts)
             fixed = FixedDraws(self.draws(draws), run_ahead=self.run_ahead(step, draws, collector))
             groups = collect_rollouts(engine, collector, fixed)
-            kept = filter_groups(groups, filters)
+            kept = filter_groups(groups, filters, options)
         check_not_all_failed(groups, f"step {step}")
         if context.conversations is not None:
             context.conversations.check_not_all_raised(f"step {step}", context.ranks)

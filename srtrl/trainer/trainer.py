@@ -225,6 +225,8 @@ class Trainer:
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
                     stack.enter_context(self.conversations)
+                    self.rollout_context.started(self.task.train_prompts[0])
+                    self.conversations.try_environment(self.task.train_prompts[0])
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
@@ -348,7 +350,7 @@ class Trainer:
         if self.critic is not None:
             with self._stage("values"):
                 sequences = with_values(self.critic.model, sequences, context)
-        return assign_credit(rollouts.kept, sequences, self.recipe)
+        return assign_credit(rollouts.kept, sequences, self.recipe, step=context.step)
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """`eval/...` metrics where `eval` asks for them after this step, else nothing."""
@@ -393,8 +395,8 @@ class Trainer:
             self._has_said_slow = True
             self.progress.say(
                 f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)} is called for one sample "
-                "after the other. Faster: `async def` where it waits for a server or a judge, `@batched` where it can take "
-                "many samples at once, `@isolated` where it computes (docs/extending.md#a-reward)"
+                "after the other. Faster: `async def` where it waits for a server or a judge, `@batched` where it can "
+                "take many samples, `@isolated` where it computes (docs/extending.md#a-reward)"
             )
 
     def checkpoint_if_due(self) -> None:

@@ -140,7 +140,7 @@ def run_optimizer_steps(
         sums += shares
         num_tokens += sum(lengths[: len(computed)])
         objective.before_step(computed, context, place)
-        losses.append(_finite(loss, f"{place}: the loss"))
+        losses.append(_finite(loss, f"{place}: the loss ({objective.loss_name})"))
         holders = gradient_holders(model, optimizer)
         sum_gradients(model, holders, context.ranks)
         norm = torch.nn.utils.clip_grad_norm_(holders, updates.max_grad_norm)
