@@ -165,9 +165,9 @@ def describe_error(error: BaseException) -> str:
     return cut(text, 300) + place
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A sentence part naming the nearest known name (", did you mean `x`?"), or nothing where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f", did you mean `{near[0]}`?" if near else ""
 
 

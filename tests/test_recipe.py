@@ -1,5 +1,6 @@
 """Recipe files: what they read, what they refuse, and where an error points."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from recipe_cases import MINIMAL
 
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import OTHER_NAMES, RecipeError, dump_recipe, load_recipe, read_source
+from srtrl.recipe.file import FOREIGN_NAMES, RecipeError, dump_recipe, load_recipe, read_source, read_yaml
 from srtrl.recipe.schema import Recipe
 
 
@@ -128,12 +129,49 @@ def test_a_value_is_located_at_its_line_or_its_override(tmp_path: Path) -> None:
     assert [source.locate(key) for key in keys] == ["override `a.x=5`", f"{path}:1", f"{path}:3", f"{path}:3"]
 
 
-@pytest.mark.parametrize(("name", "own"), OTHER_NAMES.items())
-def test_an_option_of_another_trainer_is_translated(recipe_file: Path, name: str, own: str) -> None:
-    description = fields_of(Recipe)[own].description
-    assert description is not None
-    expected = f"recipe.yaml:13: train.{name}: unknown key, did you mean `{own}`: {description.splitlines()[0]}"
-    assert errors_of(with_line(recipe_file, f"  {name}: 1")) == [expected]
+NAMES: dict[str, str] = read_yaml(FOREIGN_NAMES.read_text(), "names")[0]
+
+
+def test_an_option_of_another_trainer_is_translated(recipe_file: Path) -> None:
+    """By a key that there is, or a sentence whose keys there are."""
+    fields = fields_of(Recipe)
+    recipe_file = with_line(recipe_file, "".join(f"  {name}: 1\n" for name in NAMES))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe_file)
+    assert [problem.key for problem in caught.value.problems] == [f"train.{name}" for name in NAMES]
+    for problem, meant in zip(caught.value.problems, NAMES.values(), strict=True):
+        if re.fullmatch(r"[a-z_.]+", meant):
+            description = fields[meant].description
+            assert description is not None
+            assert problem.message == f"unknown key, did you mean `{meant}`: {description.splitlines()[0]}"
+        else:
+            assert problem.message == f"unknown key, of another trainer: {meant}"
+            keys = re.findall(r"\b(?:model|rollout|algorithm|train|eval|log)\.[a-z_]+(?:\.[a-z_]+)*", meant)
+            assert set(keys) <= {*fields, "algorithm.loss_options.ratio_cap"}
+            assert keys or "task.options" in meant or "srtrl" in meant or "docs/" in meant or "leave it out" in meant or "rewards" in meant
+    assert not {key.rpartition(".")[2] for key in fields} & NAMES.keys() - {"top_p", "top_k"}
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("num_train_epochs=3", "set train.num_steps to rows x passes / rollout.num_prompts"),
+        ("train.num_train_epochs=3", "set train.num_steps to rows x passes / rollout.num_prompts"),
+        ("algorithm.epsilon=0.2", "set both algorithm.clip_low and algorithm.clip_high"),
+        ("rollout.top_p=0.9", "srtrl has no top_p in training"),
+        ("train.logging_steps=5", "leave it out, every step is logged"),
+        ("learning_rate=1e-5", "did you mean `train.learning_rate`?"),
+        ("weight_decay=0.1", "did you mean `train.weight_decay`?"),
+        ("max_grad_norm=0.1", "did you mean `train.max_grad_norm`?"),
+        ("gradient_checkpointing=true", "did you mean `model.gradient_checkpointing`?"),
+        ("mini_batch_prompts=4", "did you mean `train.mini_batch_prompts`?"),
+        ("train.some_steps=5", "unknown key; known here: num_steps, "),
+        ("actor_rollout_ref.rollout.n=5", "a section of verl"),
+    ],
+)
+def test_a_hint_never_has_another_meaning(recipe_file: Path, override: str, hint: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(hint)):
+        load_recipe(recipe_file, [override])
 
 
 def test_missing_sections_and_keys_are_all_listed(tmp_path: Path) -> None:

@@ -26,29 +26,12 @@ from srtrl.resolve import cut, first_lines, suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-OTHER_NAMES = {
-    "adam_beta1": "train.betas",
-    "batch_size": "rollout.num_prompts",
-    "beta": "algorithm.kl.coefficient",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "gpu_memory_utilization": "rollout.kv_memory_gib",
-    "gradient_accumulation_steps": "train.micro_batch_tokens",
-    "kl_coef": "algorithm.kl.coefficient",
-    "lr": "train.learning_rate",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_steps": "train.num_steps",
-    "num_generations": "rollout.num_samples",
-    "num_iterations": "train.num_epochs",
-    "per_device_train_batch_size": "train.micro_batch_tokens",
-    "ppo_epochs": "train.num_epochs",
-    "ppo_mini_batch_size": "train.mini_batch_prompts",
-    "save_steps": "train.checkpoint_every",
-    "train_batch_size": "rollout.num_prompts",
-}
-"""Name of an option in TRL or verl -> the key that does the same here, or comes nearest."""
+FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
+"""Name of an option in TRL or verl -> the key that does the same here, or a sentence."""
+MIN_LIKENESS = 0.75
+"""Of an unknown key and the known one that a message suggests."""
+OTHER_MODELS = ("critic.", "eval.", "warm_start.")
+"""Sections whose keys are suggested last: the same name is the policy's in another section."""
 
 EXPECTED = {
     "invalid_key": "should be a text (quote it if it looks like a number)",
@@ -258,14 +241,17 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
 def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
     """Name what another trainer's key is here, the nearest key of the section, or the section that has this key."""
     section, _, name = key.rpartition(".")
-    if (meant := OTHER_NAMES.get(name, "")) in fields:
+    meant = read_yaml(FOREIGN_NAMES.read_text(encoding="utf-8"), str(FOREIGN_NAMES))[0].get(name, "")
+    if meant in fields:
         return f"unknown key, did you mean `{meant}`: {(fields[meant].description or '').splitlines()[0]}"
+    if meant:
+        return f"unknown key, of another trainer: {meant}"
     known = [inner for outer, _, inner in (field_key.rpartition(".") for field_key in fields) if outer == section]
     elsewhere = [field_key for field_key in fields if field_key.rpartition(".")[2] == name]
-    if near := suggestion(name, known):
-        return f"unknown key{near}"
     if elsewhere:
-        return f"unknown key, did you mean `{elsewhere[0]}`?"
+        return f"unknown key, did you mean `{min(elsewhere, key=lambda other: other.startswith(OTHER_MODELS))}`?"
+    if near := suggestion(name, known, cutoff=MIN_LIKENESS):
+        return f"unknown key{near}"
     return f"unknown key; known here: {', '.join(known) or 'none'}"
 
 
