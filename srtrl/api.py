@@ -4,9 +4,11 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from operator import methodcaller
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 from srtrl.checks import build_checked
 from srtrl.generation import Generated, generate
@@ -14,6 +16,7 @@ from srtrl.metrics import write_atomic
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON
+from srtrl.run.folder import StartFlags
 from srtrl.trainer.trainer import TrainingResult, run_training
 
 __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]
@@ -27,7 +30,7 @@ def load_recipe(
     recipe: RecipeLike,
     overrides: Overrides = (),
     *,
-    rewards: Sequence[Any] | None = None,
+    rewards: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
 ) -> Recipe:
@@ -38,7 +41,8 @@ def load_recipe(
     Args:
         recipe: A YAML file, a dictionary with the same sections, or a `Recipe`.
         overrides: `{"train.num_steps": 20, "rollout.slots": 32}`, or as on the command line `["train.num_steps=20"]`.
-        rewards: In place of the recipe's: functions, names, or `{"name": FUNCTION, "weight": 0.2, "options": {...}}`.
+        rewards: In place of the recipe's, one or a list: functions, names, or dictionaries such as
+            `{"name": FUNCTION, "weight": 0.2, "options": {...}}`.
         rows: Rows to train on, in place of files: a list, a `datasets.Dataset` or another iterable of dictionaries.
             They are written to `<output_dir>/rows_<hash>.jsonl`, so that the run can be resumed and evaluated from a
             shell, too. Without a section `task` the task is `prompts`.
@@ -47,92 +51,90 @@ def load_recipe(
     Raises:
         ValueError: naming file, line and option, what was expected and what to do.
     """
-    functions: dict[str, Any] = {}
     if isinstance(recipe, str | Path):
         source = read_source(Path(recipe))
     elif isinstance(recipe, Recipe | Mapping):
-        data = recipe.model_dump() if isinstance(recipe, Recipe) else recipe
-        source = RecipeSource(Path("the recipe"), _plain(data, functions))
+        data = recipe.model_dump() if isinstance(recipe, Recipe) else deepcopy(dict(recipe))
+        source = RecipeSource(Path("the recipe"), data)
     else:
         raise ValueError(f"expected a recipe: a YAML file, a dictionary or a Recipe, found {type(recipe).__name__}")
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            source.put(key.split("."), _plain(value, functions), f"override `{key}`")
+            source.put(str(key).split("."), value, f"override `{key}`")
     else:
         source.override(overrides)
     if rewards is not None:
         listed = rewards if isinstance(rewards, list | tuple) else [rewards]
-        terms = [dict(item) if isinstance(item, Mapping) else {"name": item} for item in listed]
-        source.put(["rewards"], _plain(terms, functions), "argument `rewards`")
+        terms = [item if isinstance(item, Mapping) else {"name": item} for item in listed]
+        source.put(["rewards"], terms, "argument `rewards`")
     for split, name, given in (("train", "rows", rows), ("eval", "eval_rows", eval_rows)):
         if given is not None:
-            file = _write_rows(name, given, Path(str(source.data.get("output_dir", "runs"))))
+            file = _write_rows(name, given, Path(source.data.get("output_dir", "runs")))
             source.put(["task", "options", split], {"files": [str(file)]}, f"argument `{name}`")
             source.data["task"].setdefault("name", "prompts")
     if rows is not None and eval_rows is None:
         source.data.setdefault("eval", {"before_and_after": False})
-    if isinstance(recipe, Recipe):
-        functions = recipe.functions | functions
-    vars(sys.modules.setdefault(FROM_PYTHON, ModuleType(FROM_PYTHON))).update(functions)
-    loaded = build_checked(source)
-    loaded.functions.update(functions)
-    return loaded
+    functions: dict[str, Any] = {}
+    module = f"{FROM_PYTHON}.{source.data.get('name')}"
+    source.data = _plain(source.data, module, functions)
+    vars(sys.modules.setdefault(module, ModuleType(module))).update(functions)
+    return build_checked(source)
 
 
 def train(
     recipe: RecipeLike,
     overrides: Overrides = (),
     *,
-    rewards: Sequence[Any] | None = None,
+    rewards: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    from_step: int | None = None,
     on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+    **flags: Unpack[StartFlags],
 ) -> TrainingResult:
     """Train as a recipe says, into the folder `<output_dir>/<name>`.
 
-    The first arguments are those of `load_recipe`, the others, and the errors, those of `run_training`.
+    The first arguments are those of `load_recipe`; `on_step`, the flags `resume`, `overwrite` and `from_step`, and the
+    errors are those of `run_training`.
     """
     loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows)
-    return run_training(loaded, resume=resume, overwrite=overwrite, from_step=from_step, on_step=on_step)
+    return run_training(loaded, on_step=on_step, **flags)
 
 
-def _plain(value: Any, functions: dict[str, Any]) -> Any:
-    """A value as a YAML file would have it; functions and classes by name, and into `functions` if no file has them."""
+def _plain(value: Any, module: str, functions: dict[str, Any]) -> Any:
+    """A value as YAML would have it: functions and classes by name; into `functions` those that no file has by a name.
+
+    These are named as those of a `module` of the run, so that recipes of several runs do not take each other's.
+    """
     if isinstance(value, Mapping):
-        return {key: _plain(item, functions) for key, item in value.items()}
+        return {key: _plain(item, module, functions) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, functions) for item in value]
-    if isinstance(value, Path):
-        return str(value)
+        return [_plain(item, module, functions) for item in value]
     if not callable(value):
-        return value
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__name__)
-    if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value:
-        return f"{module}:{name}"
+        return str(value) if isinstance(value, Path) else value
+    home, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__name__)
+    if home != "__main__" and getattr(sys.modules.get(str(home)), name, None) is value:
+        return f"{home}:{name}"
     name = name.rpartition(".")[2]
     if not name.isidentifier():
         raise ValueError(f"{value!r:.80} has no name: write it with `def`")
     if functions.setdefault(name, value) is not value:
         raise ValueError(f"two functions of the recipe are named `{name}`: rename one")
-    return f"{FROM_PYTHON}:{name}"
+    return f"{module}:{name}"
 
 
 def _write_rows(name: str, rows: Rows, folder: Path) -> Path:
     """Write rows as JSONL into a file that is named after its content; returns its path."""
-    expected = f"{name}: expected a list, a `datasets.Dataset` or another iterable of dictionaries"
-    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-        raise ValueError(f'{expected}, found {type(rows).__name__} (of a DatasetDict choose a split: data["train"])')
     lines = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
         if not isinstance(row, Mapping):
-            raise ValueError(f'{expected}; item {index} is {row!r:.80} (of a DataFrame give .to_dict("records"))')
+            raise ValueError(
+                f"{name}: expected a list, a `datasets.Dataset` or another iterable of dictionaries; item {index} is "
+                f'{row!r:.80} (of a DatasetDict take a split, data["train"]; of a DataFrame .to_dict("records"))'
+            )
         try:
-            lines.append(json.dumps(dict(row), default=_as_json) + "\n")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name}: item {index}: {error}; leave such fields out, or make texts of them") from error
+            lines.append(json.dumps(dict(row), default=methodcaller("tolist")) + "\n")  # of NumPy and torch
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name}: item {index} is no JSON: {error}; leave such fields out") from error
     if not lines:
         raise ValueError(f"{name}: there are none (an iterator gives its rows only once)")
     text = "".join(lines)
@@ -140,10 +142,3 @@ def _write_rows(name: str, rows: Rows, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return path
-
-
-def _as_json(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays as lists."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no value of JSON")

@@ -5,19 +5,23 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import AlgorithmSection, Recipe
-from srtrl.resolve import PARTS, Caught, check_call, declared, describe_error, import_user_defined, resolve_part
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from srtrl.resolve import (
+    PARTS,
+    Caught,
+    check_call,
+    declared,
+    describe_error,
+    describe_value,
+    import_user_defined,
+    resolve_part,
+)
 
 OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
 """Begins messages that name an option."""
-MAX_TRIED_SAMPLES = 16
-"""Of each of the two groups on which advantages and filters are tried."""
 
 
 def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
@@ -134,7 +138,7 @@ def _try(
         instead = f"set algorithm.{min(both)} instead" if min(both).startswith("clip_") else "the trainer gives it"
         raise ValueError(f"{option}_options.{min(both)}: {instead}")
     function = resolve_part(option, name)
-    keywords = {**given, **declared(function, offered), **options}
+    keywords = {**given, **declared(function, len(arguments), offered), **options}
     where = f"{option}_options: " if options else ""
     try:
         check_call(name, function, len(arguments), keywords)
@@ -159,7 +163,6 @@ def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
     import torch
 
     from srtrl.trainer.credit import check_mask
-    from srtrl.trainer.objective import check_loss, check_per_token, check_reduced
 
     algorithm, critic = recipe.algorithm, recipe.critic
     logprobs = torch.tensor([-0.5, -1.5, -1.0, -2.0], requires_grad=True)  # [R], of two sequences
@@ -168,25 +171,46 @@ def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
     offered: dict[str, Any] = {"entropy": -logprobs, "rollout_logprobs": numbers}
     offered |= {"ref_logprobs": numbers} if algorithm.kl.coefficient > 0 else {}
     losses = [logprobs, numbers, numbers + 1, index]
-    yield "algorithm.loss", "", algorithm.loss, losses, clip, offered, algorithm.loss_options, check_loss
-    yield "algorithm.kl.estimator", "", algorithm.kl.estimator, [logprobs, numbers], {}, {}, {}, check_per_token
+    yield "algorithm.loss", "", algorithm.loss, losses, clip, offered, algorithm.loss_options, _check_loss
+    yield "algorithm.kl.estimator", "", algorithm.kl.estimator, [logprobs, numbers], {}, {}, {}, _check_tensor
     given = {"sequence_lengths": torch.tensor([2, 2]), "max_new_tokens": recipe.rollout.max_new_tokens}
-    yield "algorithm.reduction", "", algorithm.reduction, [logprobs, index], given, {}, {}, check_reduced
+    is_number = partial(_check_tensor, shape=())
+    yield "algorithm.reduction", "", algorithm.reduction, [logprobs, index], given, {}, {}, is_number
     if critic is not None:
         given = {"value_clip": critic.value_clip}
-        yield "critic.value_loss", "", critic.value_loss, losses, given, {}, {}, check_loss
+        yield "critic.value_loss", "", critic.value_loss, losses, given, {}, {}, _check_loss
 
     rewards, options = _made_up_rewards(recipe), algorithm.filter_options
     for number, name in enumerate(algorithm.filters):
         yield "algorithm.filters", f".{number}", name, [rewards, rewards > 0], {}, options, {}, check_mask
 
 
-def _made_up_rewards(recipe: Recipe) -> "Tensor":
+def _check_tensor(
+    option: str, name: str, value: object, tokens: Any, what: str = "it returned", shape: tuple[int, ...] | None = None
+) -> None:
+    """Refuse what a function has returned unless it is a tensor of that shape, by default one number per token."""
+    shape = tuple(tokens.shape) if shape is None else shape
+    if not isinstance(value, type(tokens)) or value.shape != shape:
+        expected = f"one number{' per token' if shape else ''}, a tensor of shape {shape}"
+        raise ValueError(f"{option}: `{name}` must return {expected}; {what}: {describe_value(value)}")
+
+
+def _check_loss(option: str, name: str, returned: object, tokens: Any) -> None:
+    """Refuse what a loss has returned unless it is a loss with a gradient, and metrics."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        expected = "(token_loss, metrics), a tensor and a dictionary of tensors"
+        raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(returned)}")
+    for what, value in {"its loss": returned[0], **returned[1]}.items():
+        _check_tensor(option, name, value, tokens, what)
+    if not returned[0].requires_grad:
+        raise ValueError(f"{option}: `{name}` returned a loss without gradient (detached?)")
+
+
+def _made_up_rewards(recipe: Recipe) -> Any:
     """Rewards of two groups, [2, S] float64."""
     import torch
 
-    num_samples = min(recipe.rollout.num_samples, MAX_TRIED_SAMPLES)
-    return torch.arange(2.0 * num_samples, dtype=torch.float64).reshape(2, -1)
+    return torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)
 
 
 def _check_advantage(recipe: Recipe) -> None:
@@ -224,9 +248,8 @@ def _check_advantage(recipe: Recipe) -> None:
 
 def _check_filter_options(algorithm: AlgorithmSection) -> None:
     """Each option must be an argument of a filter."""
-    functions = [resolve_part("algorithm.filters", name) for name in algorithm.filters]
     for option in algorithm.filter_options:
-        if not any(declared(function, {option: None}) for function in functions):
+        if not any(declared(resolve_part("algorithm.filters", name), 2, {option: 0}) for name in algorithm.filters):
             raise ValueError(f"no filter declares an argument `{option}`")
 
 
@@ -244,8 +267,9 @@ def _check_drafter(recipe: Recipe) -> None:
         drafter = build_drafter(recipe)
         if ":" not in name:
             return
-        sample = {"prompt_id": "made up", "prompt_token_ids": (1, 2), "draw_index": 0, "sample_index": 0, "rng_key": 0}
-        drafter.start(slots, [Request(**sample, sampling=train_sampling(recipe, (0,)))])
+        sample: dict[str, Any] = {"prompt_id": "made up", "draw_index": 0, "sample_index": 0, "rng_key": 0}
+        sample |= {"prompt_token_ids": (1, 2), "sampling": train_sampling(recipe, (0,))}
+        drafter.start(slots, [Request(**sample)])
         drafter.observe(slots, *end_to_end([[2]]))
         trees = drafter.propose(slots, max_nodes)
         drafter.finish([0], [None])

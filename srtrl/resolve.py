@@ -25,7 +25,7 @@ MAX_CHARACTERS = 200
 MAX_LINES = 10
 """Of a list in a message."""
 FROM_PYTHON = "from_python"
-"""Module of the functions that no file has by their name: those of a notebook, and those made by other functions."""
+"""Begins the modules of functions that no file has by a name: those of a notebook, or made by other functions."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -128,9 +128,10 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({declared})") from error
 
 
-def declared(function: Callable[..., Any], offered: Mapping[str, T]) -> dict[str, T]:
-    """Those of the `offered` arguments that a function declares by name."""
-    names = inspect.signature(function).parameters
+def declared(function: Callable[..., Any], num_positional: int, offered: Mapping[str, T]) -> dict[str, T]:
+    """Those of the `offered` arguments that a function declares by name, beside `num_positional` others."""
+    parameters = enumerate(inspect.signature(function).parameters.values())
+    names = {item.name for number, item in parameters if number >= num_positional or item.kind is item.KEYWORD_ONLY}
     return {name: value for name, value in offered.items() if name in names}
 
 
@@ -202,7 +203,7 @@ def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
         top, here = module_name.partition(".")[0], {path.name.partition(".")[0] for path in Path.cwd().iterdir()}
         if not from_here and top in here:
             reason = f"it is only imported from the current folder, {folder}, with --import-from-here"
-        if module_name == FROM_PYTHON:
+        if top == FROM_PYTHON:
             reason = "it was given to srtrl.train: continue from Python, or write it into a file and begin a new run"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
     return sys.modules[module_name]

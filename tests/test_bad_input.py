@@ -195,15 +195,15 @@ train recipe.yaml 'algorithm.advantage_options={alpha: 1}' => advantage_options:
 train recipe.yaml 'algorithm.filters=["flawed:listed_mask"]' => a bool for each of the 2 groups, a tensor; it returned:
 train recipe.yaml 'algorithm.filters=["flawed:float_mask"]' => it returned: Tensor of shape (2,), torch.float64
 train recipe.yaml 'algorithm.filter_options={alpha: 1}' => algorithm.filter_options: no filter declares an argument `al
-train recipe.yaml algorithm.reduction=flawed:no_reduction => one number, a tensor without dimensions; it returned: Tens
-train recipe.yaml algorithm.kl.estimator=flawed:mean_kl => one number per token, a tensor of shape (4,); its value: Ten
+train recipe.yaml algorithm.reduction=flawed:no_reduction => one number, a tensor of shape (); it returned: Tensor
+train recipe.yaml algorithm.kl.estimator=flawed:mean_kl => one number per token, a tensor of shape (4,); it returned: T
 train critic.yaml critic.value_loss=flawed:only_loss => critic.value_loss: `flawed:only_loss` must return (token_loss,
 train recipe.yaml rollout.drafter=flawed:Lists => `propose` must return DraftTrees, it returned: list [[1, 2]]
 train recipe.yaml rollout.drafter=flawed:ListsInTrees => proposed incorrect draft trees; expected 1 trees of at most
 train recipe.yaml rollout.drafter=flawed:Short => `flawed:Short`, tried on made-up data, raised TypeError
 train recipe.yaml rollout.drafter=flawed:Empty => raised NotImplementedError: the drafter flawed.Empty has no `propose`
 train recipe.yaml 'rewards=[{name: "flawed:trl"}]' => rewards.0: `flawed:trl` takes `completions`, as a reward of anoth
-train recipe.yaml 'rewards=[{name: "flawed:verl"}]' => here it takes one sample, and returns one number: `def verl(samp
+train recipe.yaml 'rewards=[{name: "flawed:verl"}]' => here it takes one sample and returns one number: `def verl(sampl
 train recipe.yaml 'rewards=[{name: "flawed:marked"}]' => `flawed:marked` is a coroutine function, of which all samples
 train recipe.yaml 'log.trackers=[tensorbord]' => log.trackers: tensorbord is not installed
 train recipe.yaml rollout.drafter=collections:Counter => rollout.drafter: `collections:Counter` is no drafter

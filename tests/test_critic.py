@@ -180,11 +180,6 @@ def test_a_loss_that_is_no_number_changes_no_weight() -> None:
 ValueLossResult = tuple[Tensor, dict[str, Tensor]]
 
 
-def mean_error(values: Tensor, old_values: Tensor, returns: Tensor, *_: Tensor, **options: float) -> ValueLossResult:
-    """Wrong: one number for each micro-batch."""
-    return (values - returns).square().mean(), {}
-
-
 def absolute_error(
     values: Tensor, old_values: Tensor, returns: Tensor, *_: Tensor, **options: float
 ) -> ValueLossResult:
@@ -197,7 +192,6 @@ def absolute_error(
     ("value_loss", "message"),
     [
         ("test_critic:absolute_error", None),
-        ("test_critic:mean_error", "critic.value_loss: `test_critic:mean_error` must return one number per token"),
         ("no_such_loss", r"no_such_loss.*losses.py; known: clipped_value"),
     ],
 )

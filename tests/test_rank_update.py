@@ -167,8 +167,8 @@ def failing_loss(logprobs: Tensor, *_: Tensor, flaw: str, **options: float) -> t
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
             case "broken":
                 raise RuntimeError("the user's own")
-            case "shape":
-                return logprobs.mean(), {}
+            case "mistake":
+                raise ValueError("a mistake of the user")
             case "nan":
                 return -logprobs * math.nan, {}
             case "slope":
@@ -185,7 +185,7 @@ def decoder_says_nan(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
 def errors_of(ranks: Ranks) -> dict[str, str]:
     """The message of each case's error, on this rank."""
     found = {}
-    for flaw in ("memory", "shape", "nan", "slope", "decoder"):
+    for flaw in ("memory", "mistake", "nan", "slope", "decoder"):
         policy = make_policy(dtype=torch.float32)
         sequences, loss = make_sequences(policy), broken_loss(flaw)
         if flaw == "decoder":
@@ -208,13 +208,12 @@ def test_an_error_of_one_rank_stops_all_alike() -> None:
     place = "step 7, epoch 1, mini-batch 1"
     not_changed = "the weights were not changed by this mini-batch"
     assert found["memory"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert found["shape"].startswith(
-        "ValueError: algorithm.loss: `test_rank_update:failing_loss` must return one number per token"
-    )
+    assert found["mistake"] == "ValueError: a mistake of the user"
     for flaw, message in found.items():
-        is_of_rank_1 = flaw in ("memory", "shape")
+        is_of_rank_1 = flaw in ("memory", "mistake")
         assert other[flaw] == (f"RankError: rank 1 of 2: {message.partition(': ')[2]}" if is_of_rank_1 else message)
-    assert found["nan"] == f"NonFiniteError: {place}: the loss is nan; {not_changed}"
+    loss = "the loss (algorithm.loss test_rank_update:failing_loss)"
+    assert found["nan"] == f"NonFiniteError: {place}: {loss} is nan; {not_changed}"
     assert found["slope"].startswith(f"NonFiniteError: {place}: the gradient norm is")
     assert found["decoder"].startswith(f"NonFiniteError: {place}: a log-prob by the decoder is not a finite number")
 

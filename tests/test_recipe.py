@@ -148,7 +148,14 @@ def test_an_option_of_another_trainer_is_translated(recipe_file: Path) -> None:
             assert problem.message == f"unknown key, of another trainer: {meant}"
             keys = re.findall(r"\b(?:model|rollout|algorithm|train|eval|log)\.[a-z_]+(?:\.[a-z_]+)*", meant)
             assert set(keys) <= {*fields, "algorithm.loss_options.ratio_cap"}
-            assert keys or "task.options" in meant or "srtrl" in meant or "docs/" in meant or "leave it out" in meant or "rewards" in meant
+            assert (
+                keys
+                or "task.options" in meant
+                or "srtrl" in meant
+                or "docs/" in meant
+                or "leave it out" in meant
+                or "rewards" in meant
+            )
     assert not {key.rpartition(".")[2] for key in fields} & NAMES.keys() - {"top_p", "top_k"}
 
 

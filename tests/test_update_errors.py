@@ -94,21 +94,9 @@ def incorrect_loss(
             return logprobs * math.nan, {}
         case "infinite slope":
             return (logprobs - logprobs.detach()).sqrt(), {}
-        case "mean":
-            return -logprobs.mean(), {}
-        case "mean as metric":
-            return -logprobs, {"mine": logprobs.detach().mean()}
         case "no memory":
             raise torch.OutOfMemoryError("CUDA out of memory.")
     return -logprobs, {}
-
-
-def mean_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    return (logprobs - ref_logprobs).mean()
-
-
-def no_reduction(token_loss: Tensor, sequence_index: Tensor, **_: Any) -> Tensor:
-    return token_loss
 
 
 def loss_with_metrics(
@@ -137,9 +125,7 @@ def flawed(flaw: str, at_call: int = 1) -> dict[str, Any]:
     return {"loss": f"{__name__}:incorrect_loss", "loss_options": {"flaw": flaw, "at_call": at_call}}
 
 
-KL_OF_ONE_NUMBER = {"kl": {"coefficient": 0.1, "estimator": f"{__name__}:mean_kl"}}
 WHERE = "step 4, epoch 1, mini-batch 1: the"
-SHAPE = r"must return one number per token, a tensor of shape \(\d+,\)"
 
 
 @pytest.mark.parametrize(
@@ -147,19 +133,7 @@ SHAPE = r"must return one number per token, a tensor of shape \(\d+,\)"
     [
         (flawed("nan"), NonFiniteError, rf"{WHERE} loss \(algorithm\.loss {__name__}:incorrect_loss\) is nan"),
         (flawed("infinite slope"), NonFiniteError, f"{WHERE} gradient norm is (nan|inf)"),
-        (
-            flawed("mean"),
-            ValueError,
-            rf"algorithm\.loss: `.*:incorrect_loss` {SHAPE}; its loss: Tensor of shape \(\)",
-        ),
-        (flawed("mean as metric"), ValueError, rf"algorithm\.loss: .* {SHAPE}; mine: Tensor of shape \(\)"),
         (flawed("no memory", at_call=3), torch.OutOfMemoryError, "out of memory"),
-        (KL_OF_ONE_NUMBER, ValueError, rf"algorithm\.kl\.estimator: .* {SHAPE}; its value: Tensor of shape \(\)"),
-        (
-            {"reduction": f"{__name__}:no_reduction"},
-            ValueError,
-            r"algorithm\.reduction: .* must return one number, .*; it returned: Tensor of shape \(\d+,\)",
-        ),
         (
             {"loss": "ppo_clipp"},
             ValueError,

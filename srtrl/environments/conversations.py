@@ -158,14 +158,12 @@ class Conversations:
             with Caught() as caught:
                 environment = self.environment_class(self.options, self._shared)
                 messages = environment.start(prompt)
+                are_messages = all(isinstance(message, Mapping) for message in messages or ())
                 environment.close()
             message = f"rollout.environment: `start` of {self.section.name}, called with prompt {prompt.prompt_id!r},"
             if caught.error is not None:
                 raise ValueError(f"{message} raised {describe_error(caught.error)}") from caught.error
-            are_messages = isinstance(messages, Sequence) and all(
-                isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
-            )
-            if messages is not None and not are_messages:
+            if not are_messages:
                 raise ValueError(f"{message} must return a list of messages or None, it returned {messages!r:.80}")
             started = self._append(prompt, messages or (), max_prompt_tokens)
             self._starts[key] = self._starts[started.prompt_id, started.text] = prompt, started

@@ -8,7 +8,7 @@ rollout are in `rollout.py`; reading a YAML file, overrides and error messages i
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from srtrl.recipe.rollout import (
     MAX_WIDTH,
@@ -312,12 +312,6 @@ class Recipe(Section):
     """Trackers and files."""
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
-    _functions: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        """Functions and classes that were given from Python, by the name in `from_python:name`; no part of the data."""
-        return self._functions
 
     @property
     def policy_updates(self) -> UpdatePlan:

@@ -90,10 +90,9 @@ class Grader:
         self._pool: WorkerPool | None = None
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self._stack = ExitStack()
+        named = [(section.name, reward) for section, reward in zip(rewards, self._rewards, strict=True)]
         self.serial_rewards = [
-            section.name
-            for section, reward in zip(rewards, self._rewards, strict=True)
-            if ":" in section.name and not (reward.isolated or reward.batched or reward.awaited)
+            name for name, it in named if ":" in name and not (it.isolated or it.batched or it.awaited)
         ]
         """Rewards of the user that are called for one sample after the other."""
 
@@ -146,40 +145,29 @@ class Grader:
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=_done(failure))
-        if self._pool is not None:
-            verdict = self._pool.submit(sample)
-        else:
-            assert not self._isolated.modules, "the grader is used outside of its context"
-            verdict = _done(Graded(correct=sample.correct))
+        assert self._pool or not self._isolated.modules, "the grader is used outside of its context"
+        verdict = self._pool.submit(sample) if self._pool else _done(Graded(correct=sample.correct))
         if self._awaited:
             verdict = asyncio.run_coroutine_threadsafe(self._await_rewards(sample, verdict), self._loop)
         return GradeTicket(sample=sample, verdict=verdict)
 
     async def _await_rewards(self, sample: RewardInput, verdict: "Future[Graded | Failure]") -> Graded | Failure:
-        """The verdict with the awaited rewards, all at once."""
+        """The verdict with the coroutine rewards."""
         graded = await asyncio.wrap_future(verdict)
         if isinstance(graded, Failure):
             return graded
-        sample = replace(sample, correct=graded.correct)
-        values = await asyncio.gather(*(self._await_reward(reward, sample) for reward in self._awaited))
-        parts = dict(graded.parts)
-        for reward, value in zip(self._awaited, values, strict=True):
-            if isinstance(value, Failure):
-                return value
-            parts[reward.name] = value
-        return replace(graded, parts=parts)
-
-    async def _await_reward(self, reward: Reward, sample: RewardInput) -> float | Failure:
+        sample, parts = replace(sample, correct=graded.correct), dict(graded.parts)
         seconds = WALL_SECONDS_PER_CPU_SECOND * self._grading.timeout_seconds
         async with self._limit:
-            with Caught() as caught:
-                async with asyncio.timeout(seconds) as limit:
-                    return check_reward(reward.name, await reward.function(sample))
-        assert caught.error is not None
-        if limit.expired():
-            detail = f"reward `{reward.name}`: no answer within {seconds:g} seconds of wall-clock time"
-            return Failure(outcome="timeout", detail=detail)
-        return Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(caught.error)}")
+            for reward in self._awaited:
+                with Caught() as caught:
+                    async with asyncio.timeout(seconds) as limit:
+                        parts[reward.name] = check_reward(reward.name, await reward.function(sample))
+                if caught.error is not None:
+                    late = f"no answer within {seconds:g} seconds of wall-clock time" if limit.expired() else ""
+                    detail = f"reward `{reward.name}`: {late or describe_error(caught.error)}"
+                    return Failure(outcome="timeout" if late else "error", detail=detail)
+        return replace(graded, parts=parts)
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would return this grade without waiting."""

@@ -54,11 +54,10 @@ def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
 def _resolve(section: RewardSection) -> Reward:
     function = resolve_function("srtrl.tasks.rewards", section.name)
     if foreign := OTHER_FORMS.intersection(inspect.signature(function).parameters):
-        name = section.name.rpartition(":")[2]
         raise ValueError(
-            f"`{section.name}` takes `{min(foreign)}`, as a reward of another trainer; here it takes one sample, and "
-            f"returns one number: `def {name}(sample)`, with sample.text, sample.prompt.text and, of a field of the "
-            'row, sample.prompt.metadata["field"] (docs/from_trl.md)'
+            f"`{section.name}` takes `{min(foreign)}`, as a reward of another trainer; here it takes one sample and "
+            f"returns one number: `def {section.name.rpartition(':')[2]}(sample)`, with sample.text, "
+            'sample.prompt.text and, for a field of the row, sample.prompt.metadata["field"] (docs/from_trl.md)'
         )
     check_call(section.name, function, 1, tuple(section.options))
     reward = Reward(

@@ -19,7 +19,6 @@ from torch import Tensor
 from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import declared, describe_value, resolve_part
-from srtrl.trainer.objective import check_per_token
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 
@@ -52,7 +51,7 @@ def filter_groups(
         rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
         correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
         function = resolve_part("algorithm.filters", name)
-        mask = function(rewards, correct, **declared(function, options))  # [G]
+        mask = function(rewards, correct, **declared(function, 2, options))  # [G]
         check_mask("algorithm.filters", name, mask, rewards)
         kept = [group for group, keep in zip(kept, mask.tolist(), strict=True) if keep]
     return kept
@@ -174,7 +173,6 @@ def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
     estimates: Tensor = resolve_part("algorithm.kl.estimator", name)(
         logprobs, _joined([sequence.ref_logprobs for sequence in sequences])
     )
-    check_per_token("algorithm.kl.estimator", name, estimates, logprobs)
     return estimates.double()
 
 
@@ -195,14 +193,14 @@ def _advantages(
             group_index=torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)),  # [B]
             gamma=algorithm.gamma,
             lam=algorithm.lam,
-            **declared(function, _offered(groups, mask.sum(dim=1), recipe, step)),
+            **declared(function, 3, _offered(groups, mask.sum(dim=1), recipe, step)),
             **algorithm.advantage_options,
         )
     else:
         assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, got {sizes}"
         first = rewards.sum(dim=1).reshape(len(groups), sizes[0])  # [G, S]
         offered = _offered(groups, mask.sum(dim=1).reshape(first.shape), recipe, step)
-        advantages = function(first, **declared(function, offered), **algorithm.advantage_options)
+        advantages = function(first, **declared(function, 1, offered), **algorithm.advantage_options)
     check_advantages("algorithm.advantage", name, advantages, first)
     on_tokens = torch.where(mask, advantages.double().reshape(len(mask), -1), 0.0)  # [B, L] or [B, 1] to [B, L]
     if not bool(on_tokens.isfinite().all()):

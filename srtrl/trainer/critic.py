@@ -14,7 +14,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import CriticSection
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import NonFiniteError, Objective, check_loss, loss_metrics
+from srtrl.trainer.objective import NonFiniteError, Objective, loss_metrics
 from srtrl.trainer.passes import UpdateContext, with_per_token
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
@@ -39,18 +39,13 @@ class ValueObjective(Objective):
         self.section = section
         self.loss_name = f"critic.value_loss {section.value_loss}"
         self.value_loss = resolve_part("critic.value_loss", section.value_loss)
-        self._is_checked = False  # whether it has returned the right shapes once
 
     def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; raises ValueError at the first call where the value loss returns an incorrect shape."""
+        """See `Objective`."""
         values = response_values(self.model, packed)  # [R]
-        returned = self.value_loss(
+        token_loss, logged = self.value_loss(
             values, packed.values, packed.returns, packed.sequence_index, value_clip=self.section.value_clip
         )
-        if not self._is_checked:
-            check_loss("critic.value_loss", self.section.value_loss, returned, values)
-            self._is_checked = True
-        token_loss, logged = returned
         return token_loss.sum() / sequence_lengths.sum(), loss_metrics(self.section.value_loss, logged)
 
 
@@ -112,7 +107,7 @@ def update_critic(critic: Critic, sequences: Sequence[TrainSequence], context: U
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
-        ValueError: `critic.value_loss` returns an incorrect shape, or a sequence exceeds the micro-batch.
+        ValueError: a sequence exceeds the micro-batch.
     """
     metrics = run_optimizer_steps(critic.objective, critic.optimizer, sequences, context, context.recipe.critic_updates)
     metrics |= value_metrics(sequences)

@@ -16,7 +16,7 @@ from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import declared, describe_value, resolve_part
+from srtrl.resolve import declared, resolve_part
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import TrainSequence
@@ -86,16 +86,12 @@ class PolicyObjective(Objective):
         self.difference: dict[str, float] = {}
         """`logprob_difference/*` of the present step, once the log-probs are compared."""
         self._first_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, until they are compared
-        self._is_checked = False  # whether the functions have returned the right shapes once
 
     def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; the log-probs of the step's first mini-batch are kept for `before_step`.
 
         The importance weights multiply the policy's loss. They do not multiply the KL and the entropy, which are no
         expectations over the decoder's samples: they measure the policy as it is.
-
-        Raises:
-            ValueError: at the first call, a function of the recipe returns an incorrect shape.
         """
         algorithm = self.recipe.algorithm
         logprobs, entropy = response_logprobs(self.model, packed, self.recipe.rollout.temperature)  # [R] each
@@ -105,19 +101,16 @@ class PolicyObjective(Objective):
         offered = {"entropy": entropy, "rollout_logprobs": packed.rollout_logprobs}
         if packed.ref_logprobs is not None:
             offered["ref_logprobs"] = packed.ref_logprobs
-        returned = self.loss(
+        token_loss, logged = self.loss(  # [R], and [R] by name
             logprobs,
             old_logprobs,
             packed.advantages,
             packed.sequence_index,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            **declared(self.loss, offered),
+            **declared(self.loss, 4, offered),
             **algorithm.loss_options,
         )
-        if not self._is_checked:
-            check_loss("algorithm.loss", algorithm.loss, returned, logprobs)
-        token_loss, logged = returned  # [R], and [R] by name
         metrics = {"entropy": entropy, **loss_metrics(algorithm.loss, logged)}
         if (cap := algorithm.importance_cap) is not None:
             weights = truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
@@ -127,8 +120,6 @@ class PolicyObjective(Objective):
         if algorithm.kl.coefficient > 0:
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
-            if not self._is_checked:
-                check_per_token("algorithm.kl.estimator", algorithm.kl.estimator, kl, logprobs)
             metrics["kl/ref"] = kl.detach()
             if algorithm.kl.placement == "loss":
                 token_loss = token_loss + algorithm.kl.coefficient * kl
@@ -140,9 +131,6 @@ class PolicyObjective(Objective):
             sequence_lengths=sequence_lengths,
             max_new_tokens=self.recipe.rollout.max_new_tokens,
         )
-        if not self._is_checked:
-            check_reduced("algorithm.reduction", algorithm.reduction, reduced, token_loss)
-        self._is_checked = True
         return reduced, metrics
 
     def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
@@ -233,30 +221,3 @@ def loss_metrics(name: str, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The metrics that the loss function `name` returns: those of a user's own under `loss/`, so that none collides."""
     prefix = "loss/" if is_user_defined(name) else ""
     return {f"{prefix}{metric}": values for metric, values in logged.items()}
-
-
-def check_per_token(option: str, name: str, value: object, tokens: Tensor, what: str = "its value") -> None:
-    """Refuse what the function `name` has returned unless it is a tensor of one number per token: ValueError."""
-    if not isinstance(value, Tensor) or value.shape != tokens.shape:
-        expected = f"one number per token, a tensor of shape {tuple(tokens.shape)}"
-        raise ValueError(f"{option}: `{name}` must return {expected}; {what}: {describe_value(value)}")
-
-
-def check_loss(option: str, name: str, returned: object, tokens: Tensor) -> None:
-    """Refuse what a loss has returned unless it is a loss with a gradient, and metrics: ValueError."""
-    match returned:
-        case (token_loss, dict(metrics)):
-            for what, value in {"its loss": token_loss, **metrics}.items():
-                check_per_token(option, name, value, tokens, what)
-            if tokens.requires_grad and not token_loss.requires_grad:
-                raise ValueError(f"{option}: `{name}` returned a loss without gradient (detached?)")
-        case _:
-            expected = "(token_loss, metrics), a tensor and a dictionary of tensors"
-            raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(returned)}")
-
-
-def check_reduced(option: str, name: str, reduced: object, tokens: Tensor) -> None:
-    """Refuse what a reduction has returned unless it is one number: ValueError."""
-    if not isinstance(reduced, Tensor) or reduced.ndim != 0:
-        expected = "one number, a tensor without dimensions"
-        raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(reduced)}")

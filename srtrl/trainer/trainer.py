@@ -146,7 +146,6 @@ class Trainer:
         self.timer = StageTimer()
         self.step = 0
         """Training steps done."""
-        self._has_said_slow = False
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the present step."""
         self.changes, self.checkpoint = ranks.on_main(self._check_start, "checks of rank 0")
@@ -225,7 +224,6 @@ class Trainer:
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
                     stack.enter_context(self.conversations)
-                    self.rollout_context.started(self.task.train_prompts[0])
                     self.conversations.try_environment(self.task.train_prompts[0])
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
@@ -391,12 +389,11 @@ class Trainer:
     def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
         """Once: a notice where rewards that are called for one sample after the other take most of a step."""
         seconds, names = row.get("time/grading", 0.0), self.grader.serial_rewards
-        if names and not self._has_said_slow and seconds > max(1.0, row["time/step"] / 2):
-            self._has_said_slow = True
+        if names and seconds > max(1.0, row["time/step"] / 2):
+            self.grader.serial_rewards = []
             self.progress.say(
-                f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)} is called for one sample "
-                "after the other. Faster: `async def` where it waits for a server or a judge, `@batched` where it can "
-                "take many samples, `@isolated` where it computes (docs/extending.md#a-reward)"
+                f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)}, one sample at a time. "
+                "Faster: `async def`, `@batched` or `@isolated` (docs/extending.md#a-reward)"
             )
 
     def checkpoint_if_due(self) -> None:

@@ -62,7 +62,7 @@ def update_policy(
     Raises:
         NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step.
         LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
-        ValueError: a function that the recipe names returns an incorrect shape, or a sequence exceeds the micro-batch.
+        ValueError: a sequence exceeds the micro-batch.
     """
     recipe = context.recipe
     objective.difference = {}

@@ -1,0 +1,181 @@
+"""srtrl from Python: recipes as dictionaries, functions and rows as arguments, and the notebook of the docs."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+import srtrl
+from srtrl.algorithms.losses import ppo_clip
+from srtrl.metrics import read_metrics
+from srtrl.recipe.schema import Recipe
+from srtrl.tasks.reward_input import RewardInput
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROWS: list[dict[str, Any]] = [{"prompt": f"{number}+1=", "wanted": number % 3} for number in range(12)]
+
+
+def digits(sample: RewardInput) -> float:
+    return sum(character.isdigit() for character in sample.text) / sample.num_tokens
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def recipe(policy: Path) -> dict[str, Any]:
+    return {
+        "name": "run",
+        "device": "cpu",
+        "num_threads": 1,
+        "model": {"path": policy},
+        "rollout": {"num_prompts": 3, "num_samples": 2, "max_prompt_tokens": 32, "max_new_tokens": 8, "slots": 8},
+        "train": {"num_steps": 2, "learning_rate": 0.01, "checkpoint_every": 1},
+    }
+
+
+def reward_above(limit: float) -> Any:
+    def reward(sample: RewardInput) -> float:
+        return float(digits(sample) > limit)
+
+    return reward
+
+
+def test_a_dictionary_with_functions_and_rows_trains_and_resumes(recipe: dict[str, Any]) -> None:
+    """The rewards see the fields of the rows; an argument replaces nothing in the caller's dictionary."""
+    seen: list[Any] = []
+
+    def wanted(sample: RewardInput) -> torch.Tensor:
+        seen.append(sample.prompt.metadata["wanted"])
+        return torch.tensor(float(sample.prompt.metadata["wanted"]))
+
+    before = json.dumps(recipe, default=str)
+    steps: list[tuple[int, Mapping[str, float]]] = []
+    rewards = [digits, {"name": wanted, "weight": 0.5}]
+    result = srtrl.train(recipe, rewards=rewards, rows=ROWS, on_step=lambda *step: steps.append(step))
+    assert json.dumps(recipe, default=str) == before
+    assert [step for step, _ in steps] == [1, 2]
+    assert {*seen} == {0, 1, 2}
+    table = pq.read_table(result.folder / "rollouts" / "step_000001.parquet").to_pylist()
+    assert [row["reward"] for row in table] == [row["reward_digits"] + 0.5 * row["reward_wanted"] for row in table]
+    again = srtrl.train(recipe, {"train.num_steps": 3}, rewards=rewards, rows=ROWS, resume=True)
+    assert (again.num_steps, again.folder) == (3, Path("runs/run"))
+    assert [row["step"] for row in read_metrics(again.folder / "metrics.jsonl")] == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"these options cannot change within a run(.|\n)*task\.options"):
+        srtrl.train(recipe, rewards=rewards, rows=ROWS[1:], resume=True)
+
+
+def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]) -> None:
+    loaded = srtrl.load_recipe(recipe, rewards=digits, rows=ROWS)
+    Path("recipe.json").write_text(loaded.model_dump_json())
+    assert srtrl.load_recipe("recipe.json") == srtrl.load_recipe(Path("recipe.json")) == loaded
+    assert srtrl.load_recipe(loaded) == loaded
+    values = {
+        "train.num_steps": 5,
+        "algorithm": {"loss": ppo_clip, "kl": {"coefficient": 0.1}},
+        "train.betas": (0.8, 0.9),
+    }
+    changed = srtrl.load_recipe(loaded, values)
+    assert changed == srtrl.load_recipe(
+        "recipe.json",
+        [
+            "train.num_steps=5",
+            'algorithm={loss: "srtrl.algorithms.losses:ppo_clip", kl: {coefficient: 0.1}}',
+            "train.betas=[0.8, 0.9]",
+        ],
+    )
+    assert not loaded.eval.before_and_after
+    assert srtrl.load_recipe(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3]).eval.before_and_after
+
+
+def test_rows_are_any_dictionaries(recipe: dict[str, Any]) -> None:
+    """Equal rows are one file, named after its content."""
+    table = Dataset.from_list(ROWS)
+    arrays = ({"prompt": row["prompt"], "wanted": np.int64(row["wanted"])} for row in ROWS)
+    files = [
+        srtrl.load_recipe(recipe, rewards=digits, rows=rows).task.options["train"]["files"]
+        for rows in (ROWS, tuple(ROWS), table, arrays)
+    ]
+    assert files == [files[0]] * 4
+    (path,) = map(Path, files[0])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
+    assert list(Path("runs").iterdir()) == [path]
+
+
+def test_functions_of_two_runs_may_have_one_name(recipe: dict[str, Any]) -> None:
+    low, high = (
+        srtrl.load_recipe({**recipe, "name": name}, rewards=[reward_above(limit)], rows=ROWS)
+        for name, limit in (("low", -1.0), ("high", 2.0))
+    )
+    for loaded, expected in ((low, 1.0), (high, 0.0)):
+        assert loaded.rewards[0].name == f"from_python.{loaded.name}:reward"
+        assert read_metrics(srtrl.train(loaded).folder / "metrics.jsonl")[0]["reward/mean"] == expected
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"recipe": 5}, "expected a recipe: a YAML file, a dictionary or a Recipe, found int"),
+    ({"recipe": "nowhere.yaml"}, "nowhere.yaml: cannot read the recipe"),
+    ({"overrides": {"train": None}}, "override `train`: train: should be a section (key: value), found null"),
+    ({"overrides": {5: 1}}, "override `5`: 5: unknown key"),
+    ({"overrides": {"train.num_step": 1}}, "override `train.num_step`: train.num_step: unknown key, did you mean"),
+    ({"overrides": ["train.num_steps"]}, "override `train.num_steps`: expected section.key=value"),
+    ({"overrides": {"task": "prompts"}}, 'argument `rows`: task: is "prompts", which has no item `options`'),
+    ({"rows": DatasetDict(train=Dataset.from_list(ROWS))}, "item 0 is 'train' (of a DatasetDict take a split"),
+    ({"rows": 5}, "rows: expected a list, a `datasets.Dataset` or another iterable of dictionaries; item 0 is 5"),
+    ({"rows": iter(())}, "rows: there are none"),
+    ({"rows": [{"prompt": object()}]}, "rows: item 0 is no JSON: 'object' object has no attribute 'tolist'"),
+    ({"rows": [{"text": "a"}]}, ":1: no field `prompt`; its fields are text"),
+    ({"eval_rows": [5]}, "eval_rows: expected a list"),
+    ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
+    ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
+    ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
+    ({"rewards": 5}, "argument `rewards`: rewards.0.name: should be a text"),
+    (
+        {"rewards": ["from_python.other:f"]},
+        "cannot import from_python.other: it was given to srtrl.train: continue from",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_mistake_in_the_arguments_is_a_message(
+    recipe: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        srtrl.load_recipe(**{"recipe": recipe, "rows": ROWS, "rewards": [digits]} | arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_cannot_be_changed(recipe: dict[str, Any]) -> None:
+    loaded = srtrl.load_recipe(recipe, rewards=digits, rows=ROWS)
+    for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
+        with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
+            setattr(section, name, 2)
+    assert isinstance(loaded, Recipe)
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    book = json.loads((DOCS / "first_run.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    program = "\n".join(cells)
+    smaller = {'"num_steps": 30': '"num_steps": 2', "num_steps + 10": "num_steps + 1", "range(64)": "range(8)"}
+    for text, replacement in smaller.items():
+        assert program.count(text) == 1, text
+        program = program.replace(text, replacement)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(program, "first_run.ipynb", "exec"), names)
+    assert len(names["history"]) == 2
+    assert names["result"].num_steps == 2
+    assert len(read_metrics(Path("runs/first_run/metrics.jsonl"))) == 5, "evaluated before, three steps, one resume"
+    assert not [name for name in sys.modules if name.startswith("IPython")]
