@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -94,6 +96,38 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
         assert f"[... {len(whole) - 40} tokens left out ...]" in note
         assert extension[:4] == whole[:4]
         assert extension[-4:] == whole[-4:]
+
+
+@pytest.mark.parametrize("started", ["a text", [5], 5, [["role", "user"]]])
+def test_start_must_return_messages(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "start", lambda *_: started, raising=False)
+    message = r"rollout\.environment: `start` of \S*Echo, called with prompt .*(must return a list of|not iterable)"
+    with (
+        Conversations(section_of(Echo), TOKENIZER) as conversations,
+        pytest.raises(ValueError, match=message),
+    ):
+        conversations.started(PROMPT, 100)
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer", "problem"),
+    [
+        (Echo, "abc", None),
+        (AsyncEcho, "abc", None),
+        (Unusable, "text", r"TypeError: `step` of the environment .* must return a Step, found 'no step'"),
+        (Unusable, "what", r"KeyError: 'what'"),
+        (BrokenAtStart, "a", "RuntimeError: no such game"),
+    ],
+)
+def test_an_environment_is_tried_before_the_run(
+    environment: type[EnvironmentBase], answer: str, problem: str | None
+) -> None:
+    num_open = environment.num_open if issubclass(environment, Echo) else 0
+    with Conversations(section_of(environment), TOKENIZER) as conversations:
+        message = rf"rollout\.environment: \S+, tried on prompt .* with the turn '{answer}', raised {problem}"
+        with pytest.raises(ValueError, match=message) if problem else nullcontext():
+            conversations.try_environment(replace(PROMPT, answer=answer))
+    assert not issubclass(environment, Echo) or environment.num_open == num_open
 
 
 TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [

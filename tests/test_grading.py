@@ -1,5 +1,6 @@
 """Grading beside the decoder: what hangs, crashes, raises or lies costs its own sample, and nothing else."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +31,7 @@ from srtrl.types import FinishReason, Grade
 CPU_SECONDS = 0.3
 
 REWARDS = r"""
-    import gc, json, mmap, os, pickle, socket, statistics, subprocess, sys, threading, time
+    import asyncio, gc, json, mmap, os, pickle, socket, statistics, subprocess, sys, threading, time
     from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
     def send(*lines, number=None):
@@ -122,6 +124,9 @@ REWARDS = r"""
     def breaks(samples: list[RewardInput]) -> list[float]:
         raise OSError("no reward server")
 
+    def nothing(sample: RewardInput) -> None:
+        pass
+
     def text(sample: RewardInput) -> str:
         return "1.0"
 
@@ -145,9 +150,33 @@ REWARDS = r"""
     def scaled(sample: RewardInput, factor: float, *, offset: float = 0.0) -> float:
         return factor * len(sample.text) + offset
 
+    running, most = 0, 0
+
+    async def judge(sample: RewardInput, *, factor: float = 1.0) -> float:
+        global running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(1000 if sample.text == "hang" else 0.2)
+        finally:
+            running -= 1
+        if sample.text == "raise":
+            raise ConnectionError("no judge")
+        return factor * len(sample.text) * (2 if sample.correct else 1)
+
+    class Judge:
+        async def __call__(self, sample: RewardInput) -> float:
+            return 3.0
+
+    seventh = Judge()
+
     def verify(text: str, answer: str) -> bool:
         if text == "raise":
             raise RuntimeError("cannot read this")
+        return text == answer
+
+    @isolated
+    def isolated_verify(text: str, answer: str) -> bool:
         return text == answer
 """
 
@@ -367,6 +396,12 @@ IN_PROCESS: list[tuple[str, dict[str, Any], tuple[str, float, str] | None, str]]
     ("rank", {}, ("correct", 0.0, "$"), "verifier: RuntimeError: cannot read this"),
     ("breaks", {}, None, "reward `breaks`: OSError: no reward server"),
     ("leaves", {}, None, r"reward `leaves`: SystemExit: 0 \(own_rewards.py:"),
+    (
+        "nothing",
+        {},
+        None,
+        r".*reward `nothing` must return a finite number \(0.0 where it does not apply\), it ",
+    ),
     ("text", {}, None, ".*reward `text` must return a finite number, it returned '1.0'"),
     ("too_few", {}, None, "reward `too_few`: ValueError: it returned 1 values for 2 samples"),
     ("named", {}, None, ".*a batched reward must return a list of numbers, it returned {'ok': 1.0"),
@@ -387,6 +422,51 @@ def test_errors_in_the_training_process_are_outcomes(
     for grade, (outcome, value, reason) in zip(grades, (graded or failed, failed), strict=True):
         assert (grade.outcome, grade.reward) == (outcome, value)
         assert re.match(reason, grade.detail), grade.detail
+
+
+def test_coroutine_rewards_are_awaited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the caller continues, 64 at a time; what raises or hangs costs its own sample."""
+    monkeypatch.setattr("srtrl.tasks.grading.WALL_SECONDS_PER_CPU_SECOND", 3)
+    texts = ["ok", "raise", "hang", *["abc"] * 97]
+    start = time.monotonic()
+    with make_grader("own_rewards:judge", "own_rewards:seventh", "correct") as grader:
+        tickets = [grader.submit(prompt_of("ok", i), text, "stop", len(text)) for i, text in enumerate(texts)]
+        assert not any(map(grader.is_done, tickets))
+        grader.wait_any(tickets)
+        assert any(map(grader.is_done, tickets))
+        ok, raised, hung, *others = grader.collect(tickets)
+        assert grader.serial_rewards == []
+    assert time.monotonic() - start < 5
+    assert (ok.outcome, ok.parts) == ("correct", {"judge": 4.0, "seventh": 3.0, "correct": 1.0})
+    assert (raised.outcome, raised.reward) == ("error", 0.0)
+    assert re.match(r"reward `judge`: ConnectionError: no judge \(own_rewards.py:", raised.detail)
+    assert (hung.outcome, hung.detail) == ("timeout", "reward `judge`: no answer within 0.9 seconds of wall-clock time")
+    assert {grade.reward for grade in others} == {6.0}
+    assert (sys.modules["own_rewards"].running, sys.modules["own_rewards"].most) == (0, 64)
+
+
+def test_coroutine_rewards_see_the_verdict_of_a_worker_and_have_options() -> None:
+    verifier = resolve_function("srtrl.tasks.rewards", "own_rewards:isolated_verify")
+    sections = [
+        RewardSection(name="own_rewards:judge", options={"factor": 0.5}),
+        RewardSection(name="own_rewards:rank"),
+    ]
+    with Grader(Rows(verifier), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
+        grades = grade_all(grader, ["ok", "abc"])
+    assert [(grade.outcome, grade.parts) for grade in grades] == [
+        ("correct", {"judge": 2.0, "rank": 0.0}),
+        ("wrong", {"judge": 1.5, "rank": 1.0}),
+    ]
+
+
+def test_waiting_coroutines_end_with_the_grader(capfd: pytest.CaptureFixture[str]) -> None:
+    threads = threading.active_count()
+    with make_grader("own_rewards:judge") as grader:
+        grader.submit(prompt_of("ok"), "hang", "stop", 1)
+    while threading.active_count() > threads:
+        time.sleep(0.01)
+    gc.collect()
+    assert capfd.readouterr().err == ""
 
 
 REFUSED: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [

@@ -178,11 +178,12 @@ class Conversations:
         if ":" not in self.section.name:
             return
         turn = Turn(index=0, text=prompt.answer or "an answer", token_ids=(0,))
+        sample = _Sample(prompt)
         with Caught() as caught:
-            environment = self.environment_class(self.options, self._shared)
-            environment.start(prompt)
-            self._step(environment, turn)
-            environment.close()
+            sample.environment = self.environment_class(self.options, self._shared)
+            sample.environment.start(prompt)
+            self._step(sample.environment, turn)
+        self._close(sample)
         if caught.error is not None:
             tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
             raise ValueError(f"rollout.environment: {tried} raised {describe_error(caught.error)}") from caught.error
