@@ -24,7 +24,8 @@ zero and the gradient of KL(reference || policy).
 
     (rewards, correct) -> mask
 
-with rewards [G, S] and the verifier's verdicts [G, S] bool of G groups of S samples; the mask [G] bool is true for the
+and, by name, those of `algorithm.filter_options` that it declares. Rewards are [G, S], and the verdicts of the
+verifier [G, S] bool, of G groups of S samples; the mask [G] bool is true for the
 groups to keep. What is kept of a group depends on that group alone: with `rollout.dynamic_sampling` a filter sees the
 groups one at a time, as their grades come in.
 """
