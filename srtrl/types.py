@@ -64,6 +64,20 @@ class SamplingParams:
     """A string that ends the sequence once the decoded completion contains it."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Prefix:
+    """The beginning of a response, or a whole one, that was sampled earlier: perhaps by earlier policies."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[L], at least one."""
+    rollout_logprobs: npt.NDArray[np.float32]
+    """[L], by the decoder that sampled them."""
+    policy_versions: npt.NDArray[np.int32]
+    """[L], number of policy updates before each token was sampled."""
+    finish_reason: FinishReason | None = None
+    """Of a whole response, of which nothing is left to decode."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Request:
     """One sample for the engine to decode."""
@@ -84,6 +98,10 @@ class Request:
     is_run_ahead: bool = False
     """Decoded in idle slots for the sake of later drafts: it ends when the others do, or after its first turn, and is
     never a completion."""
+    prefix: Prefix | None = None
+    """The response begins with these tokens, which count as its own in `max_new_tokens` and in the completion. The
+    noise goes by absolute position, so that the policy that sampled them would go on as it would have without a break.
+    Single turns only."""
     has_turns: bool = False
     """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
     `Engine.end` decides how it continues."""
@@ -93,11 +111,18 @@ class Request:
     """Index in the response of the first token that drafts may continue: none leads from a turn into the next. From
     the engine, as `turn`."""
 
+    @property
+    def num_reused(self) -> int:
+        """Tokens of `prefix`."""
+        return 0 if self.prefix is None else len(self.prefix.token_ids)
+
     def admission_key(self, expected_tokens: float) -> tuple[float, float, int]:
         """Samples are admitted by this key: breadth-first, and in such a wave those that are expected to be long first.
 
-        `expected_tokens`: expected length of the response.
+        Those with a prefix come before, in data order. `expected_tokens`: expected length of the response.
         """
+        if self.prefix is not None:
+            return -0.5, self.draw_index, self.sample_index
         return self.sample_index, -expected_tokens, self.draw_index
 
 
@@ -112,7 +137,7 @@ class Completion:
     """Log-prob of each generated token under the decoder's policy (temperature applied, no top-k or top-p)."""
     finish_reason: FinishReason
     policy_version: int
-    """Number of policy updates before this completion was decoded."""
+    """Number of policy updates before this completion was decoded, without `request.prefix`."""
     extensions: tuple[tuple[int, int], ...] = ()
     """Start and stop of each part of `token_ids` that was not sampled (`Engine.extend`); log-probs are 0 there."""
 
@@ -187,6 +212,16 @@ class Rollout:
     """Start and stop of each part of the response that was not sampled; see `Completion`."""
     conversation: Conversation | None = None
     """None: a single turn."""
+    prefix: Prefix | None = None
+    """The part of the response that was sampled earlier; see `Request`."""
+
+    @property
+    def policy_versions(self) -> npt.NDArray[np.int32]:
+        """Number of policy updates before each token of the response was sampled, [L]."""
+        versions = np.full(len(self.token_ids), self.policy_version, np.int32)
+        if self.prefix is not None:
+            versions[: len(self.prefix.token_ids)] = self.prefix.policy_versions
+        return versions
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:

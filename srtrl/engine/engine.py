@@ -110,7 +110,8 @@ class Engine:
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt:
             raise ValueError(f"{who}: the prompt is empty; at least one token is needed")
-        unknown = [token for token in prompt if not 0 <= token < self.vocab_size]
+        prefix = () if request.prefix is None else request.prefix.token_ids.tolist()
+        unknown = [token for token in (*prompt, *prefix) if not 0 <= token < self.vocab_size]
         if unknown:
             raise ValueError(f"{who}: token id {unknown[0]} is not in the vocabulary of {self.vocab_size}")
         assert sampling.max_new_tokens >= 1, sampling
@@ -125,6 +126,12 @@ class Engine:
                 f"{self.max_sequence_tokens} tokens: shorten the prompt or lower max_new_tokens"
             )
         assert self.pool.pages_for(longest) <= self.pool.num_pages, "the pages do not hold this sequence"
+        if request.prefix is not None and not 1 <= len(prefix) < sampling.max_new_tokens:
+            raise ValueError(
+                f"{who}: expected a prefix of 1 to {sampling.max_new_tokens - 1} tokens, fewer than max_new_tokens, "
+                f"found {len(prefix)}"
+            )
+        assert request.prefix is None or not request.has_turns, "a prefix in a sample of several turns"
 
     def add(self, request: Request) -> None:
         """Queue a request; inside `rollout`, between two steps.
@@ -167,6 +174,23 @@ class Engine:
         """A sample that paused at the end of a turn is finished: drafters may learn from it."""
         self.scheduler.end(completion.request.rng_key)
         self.drafter.learn([completion])
+
+    def interrupt(self, num_tokens: int) -> list[Completion]:
+        """End the running samples that have sampled at least this many tokens, those of their prefix not counted.
+
+        Inside `rollout`, between two steps. Their tokens become drafts for the samples with the same RNG keys.
+
+        Returns:
+            Their responses so far; the finish reason `length` means nothing.
+        """
+        num_generated = {sample.slot: len(self.batch.generated(sample.slot)) for sample in self.scheduler.running}
+        ended = [s for s in self.scheduler.running if num_generated[s.slot] - s.request.num_reused >= num_tokens]
+        slots = [sample.slot for sample in ended]
+        for sample in ended:
+            self.scheduler.finish(sample)
+        completions = [self._completion(sample, "length") for sample in ended]
+        self.drafter.finish(slots, [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions])
+        return completions
 
     @contextmanager
     def rollout(self, purpose: Purpose) -> Iterator[None]:
@@ -269,7 +293,7 @@ class Engine:
             self.drafter.start(slots, [sample.request for sample in step.started])
             resumed = [self.batch.generated(sample.slot)[sample.request.text_start :] for sample in step.started]
             offsets = np.cumsum([0, *map(len, resumed)])
-            if offsets[-1]:  # preempted and extended samples: the drafter forgot them
+            if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
         return step
 

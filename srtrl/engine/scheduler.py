@@ -86,7 +86,10 @@ class Scheduler:
             prompt = PromptPages(np.array(request.prompt_token_ids, np.int32))
             self._prompts[request.prompt_token_ids] = prompt
         prompt.num_users += 1
-        self._queue(Sample(request, prompt), request.admission_key(expected_tokens or 0.0))
+        sample = Sample(request, prompt)
+        if request.prefix is not None:
+            sample.token_ids, sample.logprobs = request.prefix.token_ids, request.prefix.rollout_logprobs
+        self._queue(sample, request.admission_key(expected_tokens or 0.0))
 
     def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
         """Admit samples, find pages, and return the work of the next forward pass.
