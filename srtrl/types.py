@@ -29,6 +29,9 @@ SegmentKind = Literal["model", "observation", "boundary"]
 Purpose = Literal["train", "eval", "generate"]
 """The use of a sample; part of its RNG key, so that evaluation never shares noise with training."""
 
+SampleKey = tuple[int, int]
+"""Draw and sample index."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
@@ -115,6 +118,11 @@ class Request:
     def num_reused(self) -> int:
         """Tokens of `prefix`."""
         return 0 if self.prefix is None else len(self.prefix.token_ids)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `prefix` is a whole response, so that nothing is left to decode."""
+        return self.prefix is not None and self.prefix.finish_reason is not None
 
     def admission_key(self, expected_tokens: float) -> tuple[float, float, int]:
         """Samples are admitted by this key: breadth-first, and in such a wave those that are expected to be long first.
@@ -264,6 +272,8 @@ class TrainSequence:
     """[R]."""
     advantages: npt.NDArray[np.float32]
     """[R]."""
+    ages: npt.NDArray[np.int32] | None = None
+    """[R], number of policy updates since each token was sampled; None: none."""
     old_logprobs: npt.NDArray[np.float32] | None = None
     """[R], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None

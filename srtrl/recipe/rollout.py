@@ -76,6 +76,18 @@ class RolloutSection(Section):
     """
     num_samples: int = Field(ge=1, le=MAX_WIDTH)
     """Samples (responses) of each prompt: the group of GRPO."""
+    mode: Literal["on_policy", "partial", "spec_rl"] = "on_policy"
+    """What a step learns from: samples of the policy that is updated, or also of earlier ones (docs/off_policy.md).
+
+    `partial`: the step ends when a share of its groups is complete, and the samples of the others go on in the next.
+    `spec_rl`: a response begins with as much of the prompt's previous one as the policy would still say.
+    """
+    min_complete: float = Field(default=0.8, gt=0, le=1)
+    """Mode `partial`: share of the groups at whose completion the rollout of a step ends."""
+    max_age: int = Field(default=2, ge=1)
+    """Mode `partial`: a group whose first tokens are this number of policy updates old is waited for."""
+    lenience: float = Field(default=1.0, ge=0)
+    """Mode `spec_rl`: an earlier token is kept with probability min(1, lenience x its probability now / then)."""
     dynamic_sampling: bool = False
     """Replace the groups that `algorithm.filters` drop by further ones until `num_prompts` are kept (DAPO)."""
     max_draws: int | None = Field(default=None, ge=1)

@@ -112,7 +112,8 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """`rollout`: reuse the decoder's log-probs. `recompute`: compute them in one more forward pass of the trainer."""
     importance_cap: float | None = Field(default=None, gt=0)
-    """Multiply the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
+    """Multiply the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`. By
+    default no such weights, with `rollout.mode: partial` a cap of 2."""
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     filter_options: dict[str, Any] = Field(default_factory=dict)
@@ -312,6 +313,12 @@ class Recipe(Section):
     """Trackers and files."""
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
+
+    @property
+    def importance_cap(self) -> float | None:
+        """The cap of the importance weights, None for no weights."""
+        default = 2.0 if self.rollout.mode == "partial" else None
+        return default if self.algorithm.importance_cap is None else self.algorithm.importance_cap
 
     @property
     def policy_updates(self) -> UpdatePlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +21,18 @@ from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
-from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
+from srtrl.types import (
+    Completion,
+    Conversation,
+    Prefix,
+    Prompt,
+    Purpose,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SampleKey,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +55,10 @@ class Draws(ABC):
     @abstractmethod
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
+
+    def receive(self, completion: Completion, collector: Collector) -> None:
+        """A completion of this rank."""
+        collector.receive(completion)
 
     @abstractmethod
     def are_over(self, collector: Collector) -> bool:
@@ -89,7 +104,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
                     continue
             started = time.monotonic()
             for completion in engine.step():
-                collector.receive(completion)
+                draws.receive(completion, collector)
             if is_busy:
                 counters.count_busy(time.monotonic() - started)
     with collector.timer.stage("grading"):
@@ -115,7 +130,13 @@ class FixedDraws(Draws):
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; with several ranks samples are claimed for free slots."""
         if self._claims is None:
-            requests = [request for draw in self.draws for request in collector.open(*draw)]
+            opened = [request for draw in self.draws for request in collector.open(*draw)]
+            requests = [request for request in opened if not request.is_whole]
+            whole = [request for request in opened if request.is_whole]
+            for request in whole[collector.ranks.index :: collector.ranks.count]:
+                completion = whole_completion(request, engine.policy_version)
+                engine.drafter.learn([completion])
+                self.receive(completion, collector)
             lines, num_first = [requests], len(requests)
             if collector.ranks.count > 1:
                 lines, num_first = self._deal(engine, collector, requests), engine.options.slots
@@ -134,8 +155,8 @@ class FixedDraws(Draws):
 
     def _deal(self, engine: Engine, collector: Collector, requests: Sequence[Request]) -> list[list[Request]]:
         """The samples of each rank, by the lengths that rank 0 expects: all ranks must agree."""
-        scouts = requests[:: collector.num_samples] if collector.ranks.is_main else []
-        expected = {scout.draw_index: engine.drafter.expected_tokens(scout) for scout in scouts}
+        scouts = {request.draw_index: request for request in requests} if collector.ranks.is_main else {}
+        expected = {draw: engine.drafter.expected_tokens(scout) for draw, scout in scouts.items()}
         expected, *_ = collector.ranks.gather(expected, "the expected lengths")
         return deal(requests, expected, collector.ranks.count)
 
@@ -170,6 +191,8 @@ class Collector:
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
     ranks: Ranks = field(default_factory=Ranks)
     """All make the same collectors in the same order."""
+    prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
+    """Of samples that go on from what was sampled earlier."""
     counters: SharedCounters = field(init=False)
     """Of this rollout; `finished` counts samples."""
     num_total: int = field(default=0, init=False)
@@ -190,6 +213,7 @@ class Collector:
                 rng_key=make_rng_key(self.seed, self.purpose, draw_index, sample_index),
                 sampling=self.sampling,
                 purpose=self.purpose,
+                prefix=self.prefixes.get((draw_index, sample_index)),
                 has_turns=self.conversations is not None,
             )
             for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
@@ -303,6 +327,7 @@ class Collector:
                 policy_version=sample.completion.policy_version,
                 grade=grade,
                 conversation=sample.conversation,
+                prefix=sample.completion.request.prefix,
             )
             for ((draw_index, sample_index), sample), grade in zip(samples.items(), grades, strict=True)
         ]
@@ -350,6 +375,20 @@ class _OpenDraw:
     prompt: Prompt
     samples: dict[int, _Sample] = field(default_factory=dict)
     """The finished ones, by sample index."""
+
+
+def whole_completion(request: Request, policy_version: int) -> Completion:
+    """The completion of a request whose prefix is a whole response."""
+    prefix = request.prefix
+    assert prefix is not None
+    assert prefix.finish_reason is not None
+    return Completion(
+        request=request,
+        token_ids=prefix.token_ids.tolist(),
+        rollout_logprobs=prefix.rollout_logprobs.tolist(),
+        finish_reason=prefix.finish_reason,
+        policy_version=policy_version,
+    )
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -244,6 +244,7 @@ def save_checkpoint(
     end_ids: Sequence[int],
     drafter: DrafterBase,
     keep: int,
+    save_more: Callable[[Path], None] = lambda _: None,
     critic: ValueModel | None = None,
     adapter: Adapter | None = None,
     ranks: Ranks = ONE_RANK,
@@ -262,6 +263,7 @@ def save_checkpoint(
         end_ids: Token ids that end a response.
         drafter: It saves its rollouts.
         keep: Number of checkpoints that stay.
+        save_more: Called on the main rank with the folder: writes the samples that later steps go on from.
         critic: The value model, if the run has one.
         adapter: With LoRA, A and B.
         ranks: The processes of the run.
@@ -284,6 +286,7 @@ def save_checkpoint(
             if adapter is not None:
                 save_adapter(adapter, temporary / ADAPTER_FOLDER)
             drafter.save(temporary)
+            save_more(temporary)
             write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
             _write_manifest(temporary, folder.parent / "metrics.jsonl", entries)
     if critic is not None:

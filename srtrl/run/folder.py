@@ -24,7 +24,7 @@ from srtrl.types import RolloutGroup
 LOCKED_KEYS: tuple[str, ...] = (
     *("seed", "model.path", "model.tokenizer", "model.dtype", "model.lora"),
     *("model.lora.rank", "model.lora.alpha", "model.lora.targets*"),
-    *("critic", "task.*", "rewards", "rollout.environment*"),
+    *("critic", "task.*", "rewards", "rollout.environment*", "rollout.mode"),
 )
 """Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 
@@ -308,6 +308,9 @@ TURN_COLUMNS = {
 }
 """Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
 
+VERSION_COLUMNS = {"policy_versions": "list<int32>"}
+"""Further column where earlier policies sampled tokens: the version of each token; null where all are of the last."""
+
 
 def step_file_name(step: int) -> str:
     """File name of the rollouts of `step`."""
@@ -328,7 +331,8 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     rows = rollout_rows(step_of(path), groups, advantages)
     rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
     turns = TURN_COLUMNS if any("segment_kinds" in row for row in rows) else {}
-    columns = ROLLOUT_COLUMNS | turns | dict.fromkeys(rewards, "float")
+    versions = VERSION_COLUMNS if any("policy_versions" in row for row in rows) else {}
+    columns = ROLLOUT_COLUMNS | turns | versions | dict.fromkeys(rewards, "float")
     types = {f"list<{name}>": pyarrow.list_(pyarrow.type_for_alias(name)) for name in ("int32", "float", "string")}
     schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
     sink = pyarrow.BufferOutputStream()
@@ -354,6 +358,8 @@ def rollout_rows(
             "outcome": rollout.grade.outcome,
             **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
+        if rollout.prefix is not None:
+            given["policy_versions"] = rollout.policy_versions
         if (conversation := rollout.conversation) is not None:
             kinds, lengths = zip(*conversation.segments, strict=True)
             given |= {

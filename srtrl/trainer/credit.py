@@ -77,6 +77,7 @@ def _train_sequence(rollout: Rollout) -> TrainSequence:
         draw_index=rollout.draw_index,
         rollout_logprobs=rollout.rollout_logprobs[sampled],
         advantages=np.zeros(len(sampled), np.float32),
+        ages=None if rollout.prefix is None else (rollout.policy_version - rollout.policy_versions)[sampled],
     )
 
 

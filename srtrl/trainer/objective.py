@@ -112,7 +112,7 @@ class PolicyObjective(Objective):
             **algorithm.loss_options,
         )
         metrics = {"entropy": entropy, **loss_metrics(algorithm.loss, logged)}
-        if (cap := algorithm.importance_cap) is not None:
+        if (cap := self.recipe.importance_cap) is not None:
             weights = truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
             token_loss = token_loss * weights
             metrics["importance/weight"] = weights
@@ -171,7 +171,7 @@ def logprob_difference(
     """Compare the decoder's log-probs with those that the trainer computes with the same weights.
 
     Args:
-        sequences: With the decoder's `rollout_logprobs`.
+        sequences: With the decoder's `rollout_logprobs`; tokens of earlier policies are not compared.
         trainer_logprobs: Of all response tokens, in the order of the sequences, [R].
         limit: `train.max_logprob_difference`.
         where: Begins the error messages, such as "step 3".
@@ -186,13 +186,16 @@ def logprob_difference(
     """
     rollout = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()
     trainer = torch.from_numpy(trainer_logprobs).double()
-    difference = (rollout - trainer).abs()  # [R]
     for name, logprobs in (("decoder", rollout), ("trainer", trainer)):
         if not torch.isfinite(logprobs).all():
             raise NonFiniteError(
                 f"{where}: a log-prob by the {name} is not a finite number; the policy's weights were not changed by "
                 "this step"
             )
+    ages = [np.zeros(len(s.rollout_logprobs)) if s.ages is None else s.ages for s in sequences]
+    is_fresh = torch.from_numpy(np.concatenate(ages) == 0)  # [R]
+    rollout, trainer = rollout[is_fresh], trainer[is_fresh]
+    difference = (rollout - trainer).abs() if len(rollout) else torch.zeros(1)
     mean = float(difference.mean())
     if mean > limit and len(difference) >= MIN_COMPARED_TOKENS:
         raise LogprobDifferenceError(
@@ -205,7 +208,7 @@ def logprob_difference(
     return {
         "logprob_difference/mean": mean,
         "logprob_difference/max": float(difference.max()),
-        "logprob_difference/kl": float(k3(rollout, trainer).mean()),
+        "logprob_difference/kl": float(k3(rollout, trainer).mean()) if len(rollout) else 0.0,
     }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,11 +16,14 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.partial import PartialDraws
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.types import Prompt, Purpose, Request, RolloutGroup, SamplingParams
+from srtrl.trainer.off_policy import accept_prefixes, whole_prefix
+from srtrl.trainer.passes import UpdateContext
+from srtrl.types import Prefix, Prompt, Purpose, Request, RolloutGroup, SampleKey, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +120,9 @@ class StepSampler:
         self.task = task
         self.num_draws = 0
         """Draws that the steps so far have used."""
+        self.earlier: dict[SampleKey, Prefix] = {}
+        """Mode `partial`: samples of incomplete groups, by draw and sample. Mode `spec_rl`: the newest responses, by
+        number of the prompt and sample."""
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
         self.order = DataOrder(len(task.train_prompts), recipe.seed)
@@ -132,7 +141,12 @@ class StepSampler:
         rollout, filters, options = recipe.rollout, recipe.algorithm.filters, recipe.algorithm.filter_options
         first = self._next_ahead = self.num_draws
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
-        if rollout.dynamic_sampling:
+        num_wanted, reuse = rollout.num_prompts, dict[str, float]()
+        if rollout.mode == "partial":
+            num_wanted = share_of(rollout.num_prompts, rollout.min_complete)
+        if rollout.mode != "on_policy":
+            groups, kept, collector, reuse = self._sample_in_rounds(step, num_wanted, collector)
+        elif rollout.dynamic_sampling:
             until_full = DrawsUntilFull(
                 self.prompt_of,
                 first_draw=first,
@@ -143,26 +157,103 @@ class StepSampler:
             )
             groups = collect_rollouts(engine, collector, until_full)
             kept = until_full.kept_groups(groups, context.ranks)
+            self.num_draws = first + len(groups)
         else:
             draws = range(first, first + rollout.num_prompts)
             fixed = FixedDraws(self.draws(draws), run_ahead=self.run_ahead(step, draws, collector))
             groups = collect_rollouts(engine, collector, fixed)
             kept = filter_groups(groups, filters, options)
+            self.num_draws = draws.stop
         check_not_all_failed(groups, f"step {step}")
         if context.conversations is not None:
             context.conversations.check_not_all_raised(f"step {step}", context.ranks)
-        self.num_draws = first + len(groups)
         metrics = rollout_metrics(groups, context.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
             "groups/kept": len(kept),
             "groups/dropped": len(groups) - len(kept),
-            "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
+            "groups/short": max(0, num_wanted - len(kept)) if rollout.dynamic_sampling else 0,
         }
-        metrics |= collector.engine_metrics(engine)
+        metrics |= reuse | collector.engine_metrics(engine)
         return StepRollouts(groups=groups, kept=kept, metrics=metrics)
 
-    def draws(self, which: range) -> list[tuple[int, Prompt]]:
+    def _sample_in_rounds(
+        self, step: int, num_wanted: int, collector: Collector
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup], Collector, dict[str, float]]:
+        """The groups of a step of an off-policy mode, those that are kept, the last collector, and further metrics.
+
+        A round has as many draws as the batch still lacks, first those that go on. There is one round; with dynamic
+        sampling as many as it takes to keep `num_wanted` groups or to open `rollout.max_draws`: where all groups of a
+        round are complete, these are the groups that `DrawsUntilFull` keeps.
+        """
+        rollout, filters = self.context.recipe.rollout, self.context.recipe.algorithm.filters
+        is_partial, end = rollout.mode == "partial", self.num_draws + self._max_draws
+        groups: list[RolloutGroup] = []
+        kept: list[RolloutGroup] = []
+        num_offered = 0
+        while True:
+            going_on = sorted({draw for draw, _ in self.earlier}) if is_partial else []
+            num_lacking = rollout.num_prompts - len(kept) - len(going_on)
+            new = range(self.num_draws, min(self.num_draws + num_lacking, end))
+            draws, run_ahead = self.draws([*going_on, *new]), self.run_ahead(step, new, collector)
+            self.num_draws = new.stop
+            found, num_tokens = (self._go_on if is_partial else self._reuse)(draws, run_ahead, collector, step)
+            num_offered += num_tokens
+            groups, kept = groups + found, kept + filter_groups(found, filters)
+            if not rollout.dynamic_sampling or len(kept) >= num_wanted or new.stop == end:
+                break
+            collector = replace(collector)
+        for some in (groups, kept):
+            some.sort(key=lambda group: group.draw_index)
+        if is_partial:
+            metrics = {"off_policy/carried": sum(prefix.finish_reason is None for prefix in self.earlier.values())}
+        else:
+            reused = [rollout.prefix for group in groups for rollout in group.rollouts if rollout.prefix]
+            metrics = {"off_policy/accepted_share": sum(len(p.token_ids) for p in reused) / max(1, num_offered)}
+        return groups, kept, collector, metrics
+
+    def _go_on(
+        self, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector, _: int
+    ) -> tuple[list[RolloutGroup], int]:
+        """A round of mode `partial`: the groups that are complete; the samples of the others are `earlier` ones now.
+
+        Returns:
+            The groups, and the number of tokens that were carried into the round.
+        """
+        engine, rollout = self.context.engine, self.context.recipe.rollout
+        collector.prefixes = self.earlier
+        oldest = engine.policy_version - rollout.max_age
+        due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
+        num_complete = share_of(len(draws), rollout.min_complete)
+        some = PartialDraws(draws, num_complete=num_complete, due=due, run_ahead=run_ahead)
+        num_tokens = sum(len(prefix.token_ids) for prefix in self.earlier.values())
+        groups = collect_rollouts(engine, collector, some)
+        self.earlier = some.carried
+        return groups, num_tokens
+
+    def _reuse(
+        self, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector, step: int
+    ) -> tuple[list[RolloutGroup], int]:
+        """A round of mode `spec_rl`: samples begin with what is accepted of their prompts' earlier responses.
+
+        Returns:
+            The groups, and the number of tokens of those earlier responses.
+        """
+        recipe, engine = self.context.recipe, self.context.engine
+        context = UpdateContext(recipe=recipe, step=step, ranks=self.context.ranks)
+        offered = [
+            (request, self.earlier[key])
+            for request in collector.requests(draws)
+            if (key := (self.order.prompt_of(request.draw_index), request.sample_index)) in self.earlier
+        ]
+        with collector.timer.stage("acceptance"):
+            collector.prefixes = accept_prefixes(offered, engine.runner.model, recipe.rollout.lenience, context)
+        groups = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
+        for rollout in chain.from_iterable(group.rollouts for group in groups):
+            self.earlier[self.order.prompt_of(rollout.draw_index), rollout.sample_index] = whole_prefix(rollout)
+        return groups, sum(len(prefix.token_ids) for _, prefix in offered)
+
+    def draws(self, which: Sequence[int]) -> list[tuple[int, Prompt]]:
         """(draw index, prompt) of draws of the run; a pure function of the seed."""
         return [(draw, self.prompt_of(draw)) for draw in which]
 
@@ -184,3 +275,8 @@ class StepSampler:
         ahead = range(max(opened.stop, self._next_ahead), end)
         self._next_ahead = max(ahead.stop, self._next_ahead)
         return collector.run_ahead(self.draws(ahead))
+
+
+def share_of(count: int, share: float) -> int:
+    """The smallest number that is at least this share of `count`, at least 1; rounding of the share apart."""
+    return max(1, math.ceil(count * share - 1e-9))

@@ -50,6 +50,7 @@ from srtrl.trainer.critic import update_critic, with_values
 from srtrl.trainer.evaluate import evaluate, held_out_prompts
 from srtrl.trainer.lora import LoraAdamW, base_weights
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
+from srtrl.trainer.off_policy import load_earlier, off_policy_metrics, save_earlier
 from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
@@ -286,6 +287,7 @@ class Trainer:
         self.step = state.step
         self.engine.policy_version = state.policy_version
         self.sampler.num_draws = state.num_draws
+        self.sampler.earlier = load_earlier(checkpoint)
 
     def train(self) -> None:
         """All steps that are left, or up to an interrupt; the last one has a checkpoint.
@@ -316,6 +318,8 @@ class Trainer:
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
+        if credit.sequences and self.recipe.rollout.mode != "on_policy":
+            metrics |= off_policy_metrics(credit.sequences)
         if credit.sequences and self.critic is not None:
             with self._stage("critic"):
                 metrics |= update_critic(self.critic, credit.sequences, context)
@@ -419,6 +423,7 @@ class Trainer:
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
                 drafter=self.engine.drafter,
+                save_more=partial(save_earlier, earlier=self.sampler.earlier),
                 keep=train.keep_checkpoints,
                 ranks=self.ranks,
             )

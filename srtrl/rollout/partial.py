@@ -1,0 +1,132 @@
+"""Partial rollouts: a rollout ends when a share of its groups is complete, and the other samples go on in the next one.
+
+Which samples end is decided on a virtual clock: at tick t each sample has t new tokens, as if all decoded side by side,
+a token at a time. A group is complete at the tick of its last sample, and the rollout ends at the tick at which as many
+groups are complete as are wanted. So the end depends on policy, seed and data order alone, where a number of decode
+steps would depend on slots, drafts, pages and ranks.
+
+The real decoder does not keep that time. A sample may be ahead of the last tick when that is known: what it has beyond
+it is no part of the rollout, even its end (its tokens are drafts for the next rollout, which samples them again). And
+one that is behind is decoded up to that tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from srtrl.rollout.collect import FixedDraws
+from srtrl.types import Completion, FinishReason, Prefix, Prompt, Request, Rollout, SampleKey
+
+if TYPE_CHECKING:
+    from srtrl.engine.engine import Engine
+    from srtrl.rollout.collect import Collector
+
+
+class PartialDraws(FixedDraws):
+    """Draws of which the first complete ones are rolled out; the samples of the others are `carried`.
+
+    With several ranks each sample that ends is published to all: a counter numbers them, and one counter for each
+    number has the sample and its tick.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[tuple[int, Prompt]],
+        *,
+        num_complete: int,
+        due: Collection[int] = (),
+        run_ahead: Sequence[Request] = (),
+    ) -> None:
+        """All ranks make the same.
+
+        Args:
+            draws: See `FixedDraws`. Those with samples in `Collector.prefixes` go on.
+            num_complete: Number of groups at whose completion the rollout ends; at least 1.
+            due: Draws that are waited for beside that, because their samples are old.
+            run_ahead: See `FixedDraws`.
+        """
+        super().__init__(draws, run_ahead=run_ahead)
+        assert 1 <= num_complete <= len(draws)
+        self.num_complete = num_complete
+        self.due = set(due)
+        self.carried: dict[SampleKey, Prefix] = {}
+        """After the rollout: all samples of the draws that are not complete, finished ones too; on all ranks."""
+        self._completions: dict[SampleKey, Completion] = {}
+        """Of this rank, the interrupted ones too."""
+        self._ticks: dict[int, dict[int, int]] = {draw_index: {} for draw_index, _ in draws}
+        """By draw and sample, of all ranks: new tokens of those that are finished."""
+        self._num_read = 0
+        self._last_tick: int | None = None
+        """At which the rollout ends, or the latest at which it may; None while any is possible."""
+
+    def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
+        """See `Draws`; ends the samples that have reached the last tick first."""
+        self._read_ticks(collector, collector.counters.read("ended"))
+        if self._last_tick is not None:
+            for completion in engine.interrupt(self._last_tick):
+                self._completions[_key_of(completion)] = completion
+                collector.counters.add("finished")
+        yield from super().requests(engine, collector)
+
+    def receive(self, completion: Completion, collector: Collector) -> None:
+        """See `Draws`; publishes the tick."""
+        key = _key_of(completion)
+        self._completions[key] = completion
+        number = collector.counters.add("ended")
+        tick = len(completion.token_ids) - completion.request.num_reused
+        place = (key[0] - self.draws[0][0]) * collector.num_samples + key[1]
+        collector.counters.add(f"ended {number}", 1 + (tick << 32) + place)
+        super().receive(completion, collector)  # counts it as finished: all that are finished have been published
+
+    def rollouts(self, collector: Collector) -> list[Rollout]:
+        """See `Draws`; of the complete draws. Sets `carried`."""
+        self._read_ticks(collector, collector.counters.add("ended", 0))
+        last = self._last_tick
+        assert last is not None, "the rollout has not ended"
+        complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
+        carried: dict[SampleKey, Prefix] = {}
+        for (draw, sample), completion in self._completions.items():
+            if draw not in complete:
+                is_finished = self._ticks[draw].get(sample, last + 1) <= last
+                length = completion.request.num_reused + last
+                carried[draw, sample] = prefix_of(completion, length, completion.finish_reason if is_finished else None)
+        for part in collector.ranks.gather(carried, "the samples that are carried over"):
+            self.carried |= part
+        return collector.take(complete, collector.ranks)
+
+    def _read_ticks(self, collector: Collector, num_ended: int) -> None:
+        """Read what was published since the last call, and compute the last tick anew."""
+        first = self._num_read
+        while self._num_read < num_ended and (value := collector.counters.add(f"ended {self._num_read}", 0)):
+            draw, sample = divmod((value - 1) & 0xFFFFFFFF, collector.num_samples)
+            self._ticks[self.draws[0][0] + draw][sample] = (value - 1) >> 32
+            self._num_read += 1
+        complete = self._complete(collector) if self._num_read > first else {}
+        if len(complete) >= self.num_complete and self.due <= complete.keys():
+            ticks = sorted(complete.values())
+            self._last_tick = max([ticks[self.num_complete - 1], *(complete[draw] for draw in self.due)])
+
+    def _complete(self, collector: Collector) -> dict[int, int]:
+        """The draws all of whose samples are finished, as far as is known, in data order, and their ticks."""
+        return {d: max(ticks.values()) for d, ticks in self._ticks.items() if len(ticks) == collector.num_samples}
+
+
+def _key_of(completion: Completion) -> SampleKey:
+    return completion.request.draw_index, completion.request.sample_index
+
+
+def prefix_of(completion: Completion, length: int, finish_reason: FinishReason | None) -> Prefix:
+    """The first `length` tokens of a response, or all if it has fewer."""
+    token_ids = np.array(completion.token_ids[:length], np.int32)
+    versions = np.full(len(token_ids), completion.policy_version, np.int32)
+    if completion.request.prefix is not None:
+        versions[: completion.request.num_reused] = completion.request.prefix.policy_versions
+    return Prefix(
+        token_ids=token_ids,
+        rollout_logprobs=np.array(completion.rollout_logprobs[:length], np.float32),
+        policy_versions=versions,
+        finish_reason=finish_reason,
+    )

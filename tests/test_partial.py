@@ -1,0 +1,183 @@
+"""Mode `partial`: what ends in a step is decided on a virtual clock, and nothing is lost or sampled twice."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_cases import options, tiny_policy
+from environment_cases import TOKENIZER
+from rank_cases import run_ranks
+from scipy.stats import chisquare
+from test_rank_rollouts import grader_of
+
+from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.engine import Engine
+from srtrl.model.transformer import Transformer
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
+from srtrl.rollout.partial import PartialDraws
+from srtrl.tasks.grading import Grader
+from srtrl.trainer.sampling import share_of
+from srtrl.types import Prefix, Prompt, RolloutGroup, SampleKey, SamplingParams
+
+NUM_OPEN = 8
+NUM_COMPLETE = 5
+NUM_SAMPLES = 3
+MAX_AGE = 2
+SAMPLING = SamplingParams(max_new_tokens=100, end_token_ids=tuple(range(12)))
+"""Of a policy that is nearly uniform over 290 tokens: lengths are nearly geometric, with a long tail."""
+Sampled = dict[SampleKey, tuple[list[int], list[float], list[int]]]
+"""Tokens, log-probs and policy versions of each sample."""
+Settings = dict[str, Any]
+SETTINGS: dict[str, Settings] = {
+    "a slot for each": {"slots": 24},
+    "few slots": {"slots": 5},
+    "drafts": {"slots": 24, "drafts": True},
+    "few slots, drafts": {"slots": 5, "drafts": True},
+    "few pages": {"slots": 24, "num_pages": 60, "drafts": True},
+}
+
+
+def make_policy(scale: float = 1.0) -> Transformer:
+    return tiny_policy(vocab_size=290, scale=scale)
+
+
+def make_collector(grader: Grader, ranks: Ranks = ONE_RANK, **more: Any) -> Collector:
+    shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "sampling": SAMPLING, "seed": 5, "purpose": "train"}
+    return Collector(grader, TOKENIZER, ranks=ranks, **shared, **more)
+
+
+def draws_of(numbers: range | list[int]) -> list[tuple[int, Prompt]]:
+    return [(n, Prompt(prompt_id=str(n), text="", token_ids=(1 + n % 7, 2), answer="")) for n in numbers]
+
+
+def sampled(groups: list[RolloutGroup]) -> Sampled:
+    return {
+        (r.draw_index, r.sample_index): (r.token_ids.tolist(), r.rollout_logprobs.tolist(), r.policy_versions.tolist())
+        for group in groups
+        for r in group.rollouts
+    }
+
+
+def step_through(
+    ranks: Ranks, num_steps: int, *, drafts: bool = False, scale: float = 1.0, **sizes: Any
+) -> list[Sampled]:
+    """The samples that each step learns from, with unchanged weights that count as new ones.
+
+    The last step is waited for, so that all that have begun are seen.
+    """
+    sizes = {"max_sequence_tokens": 128, "run_ahead_max_slowdown": None, **sizes}
+    engine = Engine(make_policy(scale), options(**sizes), drafter=SrtDrafter() if drafts else None)
+    earlier: dict[SampleKey, Prefix] = {}
+    steps: list[Sampled] = []
+    new = count()
+    with grader_of("test_rank_rollouts:half_tokens") as grader:
+        for step in range(num_steps):
+            going_on = sorted({draw for draw, _ in earlier})
+            draws = draws_of([*going_on, *(next(new) for _ in range(NUM_OPEN - len(going_on)))])
+            due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
+            num_complete = NUM_OPEN if step + 1 == num_steps else NUM_COMPLETE
+            partial = PartialDraws(draws, num_complete=num_complete, due=due)
+            groups = collect_rollouts(engine, make_collector(grader, ranks, prefixes=earlier), partial)
+            assert engine.pool.num_used == 0
+            earlier = partial.carried
+            steps.append(sampled(groups))
+            engine.end_step(has_new_weights=True)
+    assert not earlier
+    return steps
+
+
+def simulate(lengths: dict[SampleKey, int], num_steps: int) -> Iterator[list[int]]:
+    """The draws that each step completes, from the lengths of all samples, tick by tick."""
+    tokens: dict[SampleKey, int] = {}
+    begun: dict[int, int] = {}
+    for step in range(num_steps):
+        num_new = NUM_OPEN - len({draw for draw, _ in tokens})
+        for draw in range(len(begun), len(begun) + num_new):
+            begun[draw] = step
+            tokens |= {(draw, sample): 0 for sample in range(NUM_SAMPLES)}
+        num_wanted = NUM_OPEN if step + 1 == num_steps else NUM_COMPLETE
+        is_due = {draw for draw, _ in tokens if begun[draw] <= step - MAX_AGE}
+        done: set[int] = set()
+        while len(done) < num_wanted or not is_due <= done:
+            tokens = {key: min(number + 1, lengths[key]) for key, number in tokens.items()}
+            done = {d for d, _ in tokens if all(tokens[d, s] == lengths[d, s] for s in range(NUM_SAMPLES))}
+        tokens = {key: number for key, number in tokens.items() if key[0] not in done}
+        yield sorted(done)
+
+
+@pytest.fixture(scope="module")
+def once() -> Sampled:
+    """Each sample by one decode."""
+    with grader_of("test_rank_rollouts:half_tokens") as grader:
+        engine = Engine(make_policy(), options(max_sequence_tokens=128, slots=64))
+        return sampled(collect_rollouts(engine, make_collector(grader), FixedDraws(draws_of(range(80)))))
+
+
+def check(steps: list[Sampled], once: Sampled) -> None:
+    lengths = {key: len(tokens) for key, (tokens, *_) in once.items()}
+    assert [sorted({draw for draw, _ in step}) for step in steps] == list(simulate(lengths, len(steps)))
+    first_ages = Counter[int]()
+    for version, step in enumerate(steps):
+        assert step.keys() == {(draw, sample) for draw, _ in step for sample in range(NUM_SAMPLES)}
+        for key, (tokens, logprobs, versions) in step.items():
+            assert (tokens, logprobs) == once[key][:2], "not the tokens of one decode"
+            ages = version - np.array(versions)
+            assert ages[-1] >= 0
+            assert (np.diff(ages) <= 0).all(), "a token is older than the one before it"
+            first_ages[ages[0]] += 1
+    assert first_ages.keys() == {0, 1, 2}, "each age up to `MAX_AGE`, none above"
+    done = [key for step in steps for key in step]
+    assert len(done) == len(set(done)) == NUM_SAMPLES * (max(done)[0] + 1), "a sample is lost, or learned from twice"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_ends_is_decided_by_a_clock_of_tokens(name: str, once: Sampled) -> None:
+    """Whatever decodes: the groups of a simulation, and the tokens of one decode. So no distribution changes."""
+    check(step_through(ONE_RANK, 9, **SETTINGS[name]), once)
+
+
+def test_several_ranks_end_at_the_same_tick(once: Sampled) -> None:
+    """With fewer slots than samples, so that ranks take what waits on others and are apart in time."""
+    first, second = run_ranks(2, step_through, 9)
+    assert first == second
+    check(first, once)
+
+
+def test_lengths_and_tokens_keep_their_distribution() -> None:
+    """Chi-square over what was learned from, against the geometric lengths of a policy that is exactly uniform.
+
+    Without the last step, which is waited for, and the draws that were open then: a mode that dropped what is slow
+    would see short samples alone.
+    """
+    *steps, last = step_through(ONE_RANK, 60, slots=24, scale=0.0)
+    learned = [
+        (tokens, version - versions[0])
+        for version, step in enumerate(steps)
+        for key, (tokens, _, versions) in step.items()
+        if key < min(last)
+    ]
+    assert len(learned) > 700
+    end = len(SAMPLING.end_token_ids) / 290
+    edges = [1, 5, 10, 17, 25, 35, 50, 70, 100]  # the last class: ended by the limit, or at it
+    survival = np.array([(1 - end) ** (edge - 1) for edge in edges])
+
+    def p_value_of_lengths(max_age: int) -> float:
+        counts = np.histogram([len(tokens) for tokens, age in learned if age <= max_age], [*edges, 1000])[0]
+        shares = np.append(survival[:-1] - survival[1:], survival[-1])
+        return float(chisquare(counts, counts.sum() * shares).pvalue)
+
+    assert p_value_of_lengths(MAX_AGE) > 0.001
+    assert p_value_of_lengths(0) < 1e-6, "without the groups that went on, the bias is seen"
+    ends = [tokens[-1] for tokens, _ in learned if len(tokens) < SAMPLING.max_new_tokens]
+    others = [token - len(SAMPLING.end_token_ids) for tokens, _ in learned for token in tokens[:-1]]
+    assert min(chisquare(np.bincount(values)).pvalue for values in (ends, others)) > 0.001
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.8, 26), (1.0, 32), (0.01, 1), (0.5, 16), (0.75, 24)])
+def test_share_of_32_groups(share: float, number: int) -> None:
+    assert share_of(32, share) == number
+    assert share_of(30, 0.8) == 24  # 30 * 0.8 is a little more in floating point
