@@ -101,7 +101,9 @@ def accept_prefixes(
         assert sequence.old_logprobs is not None
         length = num_accepted(request.rng_key, sequence.old_logprobs, prefix.rollout_logprobs, lenience)
         if length:
-            accepted[request.draw_index, request.sample_index] = truncated(prefix, length, request)
+            accepted[request.draw_index, request.sample_index] = truncated(
+                prefix, length, request.sampling.max_new_tokens
+            )
     return accepted
 
 
@@ -119,13 +121,13 @@ def num_accepted(
     return int(rejected[0]) if len(rejected) else len(u)
 
 
-def truncated(prefix: Prefix, length: int, request: Request) -> Prefix:
-    """The first `length` tokens, but no more than the request may have."""
-    max_tokens = request.sampling.max_new_tokens
-    if min(length, max_tokens) == len(prefix.token_ids):
-        return prefix
-    part = {name: getattr(prefix, name)[: min(length, max_tokens)] for name in PER_TOKEN}
-    return replace(prefix, **part, finish_reason="length" if length >= max_tokens else None)
+def truncated(prefix: Prefix, length: int, max_tokens: int) -> Prefix:
+    """The first `length` tokens, but no more than `max_tokens`, with which a response is whole."""
+    stop = min(length, max_tokens)
+    finish_reason = prefix.finish_reason if stop == len(prefix.token_ids) else None
+    if stop == max_tokens:
+        finish_reason = finish_reason or "length"
+    return replace(prefix, **{name: getattr(prefix, name)[:stop] for name in PER_TOKEN}, finish_reason=finish_reason)
 
 
 def whole_prefix(rollout: Rollout) -> Prefix:

@@ -21,7 +21,7 @@ from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.trainer.off_policy import accept_prefixes, whole_prefix
+from srtrl.trainer.off_policy import accept_prefixes, truncated, whole_prefix
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import Prefix, Prompt, Purpose, Request, RolloutGroup, SampleKey, SamplingParams
 
@@ -221,7 +221,10 @@ class StepSampler:
             The groups, and the number of tokens that were carried into the round.
         """
         engine, rollout = self.context.engine, self.context.recipe.rollout
-        collector.prefixes = self.earlier
+        max_tokens = rollout.max_new_tokens  # lower than it was, perhaps
+        collector.prefixes = {
+            key: truncated(part, len(part.token_ids), max_tokens) for key, part in self.earlier.items()
+        }
         oldest = engine.policy_version - rollout.max_age
         due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
         num_complete = share_of(len(draws), rollout.min_complete)
