@@ -81,6 +81,14 @@ class Prefix:
     """Of a whole response, of which nothing is left to decode."""
 
 
+def versions_of(prefix: Prefix | None, policy_version: int, length: int) -> npt.NDArray[np.int32]:
+    """The policy versions of a response of `length` tokens that begins with `prefix`."""
+    versions = np.full(length, policy_version, np.int32)
+    if prefix is not None:
+        versions[: len(prefix.token_ids)] = prefix.policy_versions
+    return versions
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Request:
     """One sample for the engine to decode."""
@@ -148,6 +156,11 @@ class Completion:
     """Number of policy updates before this completion was decoded, without `request.prefix`."""
     extensions: tuple[tuple[int, int], ...] = ()
     """Start and stop of each part of `token_ids` that was not sampled (`Engine.extend`); log-probs are 0 there."""
+
+    @property
+    def policy_versions(self) -> npt.NDArray[np.int32]:
+        """Number of policy updates before each token of the response was sampled, [L]."""
+        return versions_of(self.request.prefix, self.policy_version, len(self.token_ids))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -226,10 +239,7 @@ class Rollout:
     @property
     def policy_versions(self) -> npt.NDArray[np.int32]:
         """Number of policy updates before each token of the response was sampled, [L]."""
-        versions = np.full(len(self.token_ids), self.policy_version, np.int32)
-        if self.prefix is not None:
-            versions[: len(self.prefix.token_ids)] = self.prefix.policy_versions
-        return versions
+        return versions_of(self.prefix, self.policy_version, len(self.token_ids))
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:

@@ -21,24 +21,14 @@ from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
-from srtrl.types import (
-    Completion,
-    Conversation,
-    Prefix,
-    Prompt,
-    Purpose,
-    Request,
-    Rollout,
-    RolloutGroup,
-    SampleKey,
-    SamplingParams,
-)
+from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
     from srtrl.tasks.grading import Grader, GradeTicket
+    from srtrl.types import Prefix, SampleKey
 
 
 OnProgress = Callable[[int, int], None]

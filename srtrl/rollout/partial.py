@@ -91,8 +91,8 @@ class PartialDraws(FixedDraws):
         for (draw, sample), completion in self._completions.items():
             if draw not in complete:
                 is_finished = self._ticks[draw].get(sample, last + 1) <= last
-                length = completion.request.num_reused + last
-                carried[draw, sample] = prefix_of(completion, length, completion.finish_reason if is_finished else None)
+                reason = completion.finish_reason if is_finished else None
+                carried[draw, sample] = prefix_of(completion, reason, completion.request.num_reused + last)
         for part in collector.ranks.gather(carried, "the samples that are carried over"):
             self.carried |= part
         return collector.take(complete, collector.ranks)
@@ -118,15 +118,11 @@ def _key_of(completion: Completion) -> SampleKey:
     return completion.request.draw_index, completion.request.sample_index
 
 
-def prefix_of(completion: Completion, length: int, finish_reason: FinishReason | None) -> Prefix:
-    """The first `length` tokens of a response, or all if it has fewer."""
-    token_ids = np.array(completion.token_ids[:length], np.int32)
-    versions = np.full(len(token_ids), completion.policy_version, np.int32)
-    if completion.request.prefix is not None:
-        versions[: completion.request.num_reused] = completion.request.prefix.policy_versions
+def prefix_of(sample: Completion | Rollout, finish_reason: FinishReason | None, length: int | None = None) -> Prefix:
+    """The first `length` tokens of a response, or all of it."""
     return Prefix(
-        token_ids=token_ids,
-        rollout_logprobs=np.array(completion.rollout_logprobs[:length], np.float32),
-        policy_versions=versions,
+        token_ids=np.array(sample.token_ids[:length], np.int32),
+        rollout_logprobs=np.array(sample.rollout_logprobs[:length], np.float32),
+        policy_versions=sample.policy_versions[:length],
         finish_reason=finish_reason,
     )

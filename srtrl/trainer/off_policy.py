@@ -5,7 +5,6 @@ docs/off_policy.md says what each mode learns from, and its bias.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
@@ -22,7 +20,7 @@ from srtrl.metrics import write_atomic
 from srtrl.model.transformer import Transformer
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import with_logprobs
-from srtrl.types import FinishReason, Prefix, Request, Rollout, SampleKey, TrainSequence
+from srtrl.types import FinishReason, Prefix, Request, SampleKey, TrainSequence
 
 FILE = "earlier_samples.safetensors"
 """Of a checkpoint, where there are any."""
@@ -49,41 +47,34 @@ def save_earlier(folder: Path, earlier: Mapping[SampleKey, Prefix]) -> None:
 
 
 def load_earlier(folder: Path) -> dict[SampleKey, Prefix]:
-    """Read what `save_earlier` has written; raises ValueError naming a damaged file."""
-    file = folder / FILE
-    if not file.is_file():
+    """Read what `save_earlier` has written (a resume has compared the file with its checksum)."""
+    if not (folder / FILE).is_file():
         return {}
-    try:
-        arrays = load_file(file)
-        ends = np.cumsum(arrays["lengths"])[:-1]
-        parts = zip(*(np.split(arrays[name], ends) for name in PER_TOKEN), strict=True)
-        reasons = [REASONS[number] for number in arrays["finish_reasons"].tolist()]
-        keys = [(first, second) for first, second in arrays["keys"].tolist()]
-    except (SafetensorError, LookupError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}): resume from another checkpoint") from error
+    arrays = load_file(folder / FILE)
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    parts = zip(*(np.split(arrays[name], ends) for name in PER_TOKEN), strict=True)
+    reasons = [REASONS[number] for number in arrays["finish_reasons"].tolist()]
     return {
-        key: Prefix(token_ids=tokens, rollout_logprobs=logprobs, policy_versions=versions, finish_reason=reason)
-        for key, (tokens, logprobs, versions), reason in zip(keys, parts, reasons, strict=True)
+        (first, second): Prefix(**dict(zip(PER_TOKEN, part, strict=True)), finish_reason=reason)
+        for (first, second), part, reason in zip(arrays["keys"].tolist(), parts, reasons, strict=True)
     }
 
 
 def accept_prefixes(
-    earlier: Sequence[tuple[Request, Prefix]], policy: Transformer, lenience: float, context: UpdateContext
+    requests: Sequence[Request], offered: Sequence[Prefix], policy: Transformer, context: UpdateContext
 ) -> dict[SampleKey, Prefix]:
-    """The part of each earlier response with which its prompt's new sample begins: SPEC-RL's rule (arXiv 2509.23232).
+    """The part of an earlier response with which each new sample begins: SPEC-RL's rule (arXiv 2509.23232).
 
     Token by token, each is accepted with probability min(1, lenience x p_new / p_old), up to the first that is not.
     p_old is that of the policy that sampled the token, p_new the present policy's, by one pass over the whole response.
     A response of which every token is accepted stays whole.
 
     Args:
-        earlier: New requests, and responses of the same prompt.
+        requests: The new samples.
+        offered: An earlier response of the same prompt for each.
         policy: The policy as it is now.
-        lenience: At 0 nothing is accepted.
-        context: See `with_logprobs`; all ranks make the same call and get the same.
+        context: Its recipe has `rollout.lenience`; all ranks make the same call and get the same.
     """
-    if not earlier:
-        return {}
     sequences = [
         TrainSequence(
             token_ids=np.concatenate([np.array(request.prompt_token_ids, np.int64), prefix.token_ids]),
@@ -92,33 +83,26 @@ def accept_prefixes(
             rollout_logprobs=prefix.rollout_logprobs,
             advantages=np.zeros(len(prefix.token_ids), np.float32),
         )
-        for request, prefix in earlier
+        for request, prefix in zip(requests, offered, strict=True)
     ]
     accepted: dict[SampleKey, Prefix] = {}
-    for (request, prefix), sequence in zip(
-        earlier, with_logprobs("old_logprobs", policy, sequences, context), strict=True
-    ):
+    computed = with_logprobs("old_logprobs", policy, sequences, context) if sequences else []
+    for request, prefix, sequence in zip(requests, offered, computed, strict=True):
         assert sequence.old_logprobs is not None
-        length = num_accepted(request.rng_key, sequence.old_logprobs, prefix.rollout_logprobs, lenience)
+        log_ratio = sequence.old_logprobs - prefix.rollout_logprobs
+        length = num_accepted(request.rng_key, log_ratio, context.recipe.rollout.lenience)
         if length:
-            accepted[request.draw_index, request.sample_index] = truncated(
-                prefix, length, request.sampling.max_new_tokens
-            )
+            part = truncated(prefix, length, request.sampling.max_new_tokens)
+            accepted[request.draw_index, request.sample_index] = part
     return accepted
 
 
-def num_accepted(
-    rng_key: int, new_logprobs: npt.NDArray[np.float32], old_logprobs: npt.NDArray[np.float32], lenience: float
-) -> int:
-    """Number of tokens before the first one that is not accepted; the log-probs are [L]."""
-    if lenience == 0:
-        return 0
-    bits = np.array(rng_key ^ ACCEPTANCE, np.uint64).view(np.int64).item()
-    positions = torch.arange(len(new_logprobs))
-    u = uniform_noise(torch.full_like(positions, bits), positions, 1)[:, 0].numpy()  # [L]
-    log_ratio = new_logprobs.astype(np.float64) - old_logprobs + math.log(lenience)
-    rejected = np.flatnonzero(np.log(u) > np.minimum(0.0, log_ratio))
-    return int(rejected[0]) if len(rejected) else len(u)
+def num_accepted(rng_key: int, log_ratio: npt.NDArray[np.float32], lenience: float) -> int:
+    """Number of tokens before the first one that is not accepted; `log_ratio` is log p_new - log p_old, [L]."""
+    key, positions = np.full(len(log_ratio), rng_key ^ ACCEPTANCE, np.uint64), torch.arange(len(log_ratio))
+    u = uniform_noise(torch.from_numpy(key.view(np.int64)), positions, 1)[:, 0].numpy()  # [L]
+    is_accepted = u <= np.exp(np.minimum(0.0, log_ratio + np.log(lenience))) if lenience else np.zeros(len(u), np.bool_)
+    return int(np.append(is_accepted, False).argmin())
 
 
 def truncated(prefix: Prefix, length: int, max_tokens: int) -> Prefix:
@@ -128,16 +112,6 @@ def truncated(prefix: Prefix, length: int, max_tokens: int) -> Prefix:
     if stop == max_tokens:
         finish_reason = finish_reason or "length"
     return replace(prefix, **{name: getattr(prefix, name)[:stop] for name in PER_TOKEN}, finish_reason=finish_reason)
-
-
-def whole_prefix(rollout: Rollout) -> Prefix:
-    """A rollout's response, to begin another sample with."""
-    return Prefix(
-        token_ids=rollout.token_ids,
-        rollout_logprobs=rollout.rollout_logprobs,
-        policy_versions=rollout.policy_versions,
-        finish_reason=rollout.finish_reason,
-    )
 
 
 def off_policy_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,14 +15,14 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.rollout.partial import PartialDraws
+from srtrl.rollout.partial import PartialDraws, prefix_of
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.trainer.off_policy import accept_prefixes, truncated, whole_prefix
+from srtrl.trainer.off_policy import accept_prefixes
 from srtrl.trainer.passes import UpdateContext
-from srtrl.types import Prefix, Prompt, Purpose, Request, RolloutGroup, SampleKey, SamplingParams
+from srtrl.types import Prefix, Prompt, Purpose, Request, Rollout, RolloutGroup, SampleKey, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,75 +185,48 @@ class StepSampler:
         sampling as many as it takes to keep `num_wanted` groups or to open `rollout.max_draws`: where all groups of a
         round are complete, these are the groups that `DrawsUntilFull` keeps.
         """
-        rollout, filters = self.context.recipe.rollout, self.context.recipe.algorithm.filters
+        engine, recipe, rollout = self.context.engine, self.context.recipe, self.context.recipe.rollout
         is_partial, end = rollout.mode == "partial", self.num_draws + self._max_draws
         groups: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
-        num_offered = 0
+        num_offered = num_accepted = 0
         while True:
             going_on = sorted({draw for draw, _ in self.earlier}) if is_partial else []
-            num_lacking = rollout.num_prompts - len(kept) - len(going_on)
-            new = range(self.num_draws, min(self.num_draws + num_lacking, end))
+            num_new = rollout.num_prompts - len(kept) - len(going_on)
+            new = range(self.num_draws, min(self.num_draws + num_new, end))
             draws, run_ahead = self.draws([*going_on, *new]), self.run_ahead(step, new, collector)
             self.num_draws = new.stop
-            found, num_tokens = (self._go_on if is_partial else self._reuse)(draws, run_ahead, collector, step)
-            num_offered += num_tokens
-            groups, kept = groups + found, kept + filter_groups(found, filters)
+            if is_partial:
+                collector.prefixes, oldest = self.earlier, engine.policy_version - rollout.max_age
+                due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
+                num_complete = share_of(len(draws), rollout.min_complete)
+                some = PartialDraws(draws, num_complete=num_complete, due=due, run_ahead=run_ahead)
+                found = collect_rollouts(engine, collector, some)
+                self.earlier = some.carried
+            else:
+                requests = [request for request in collector.requests(draws) if self._key(request) in self.earlier]
+                offered = [self.earlier[self._key(request)] for request in requests]
+                with collector.timer.stage("acceptance"):
+                    context = UpdateContext(recipe=recipe, step=step, ranks=self.context.ranks)
+                    collector.prefixes = accept_prefixes(requests, offered, engine.runner.model, context)
+                num_offered += sum(len(prefix.token_ids) for prefix in offered)
+                num_accepted += sum(len(prefix.token_ids) for prefix in collector.prefixes.values())
+                found = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
+                self.earlier |= {self._key(r): prefix_of(r, r.finish_reason) for group in found for r in group.rollouts}
+            groups, kept = groups + found, kept + filter_groups(found, recipe.algorithm.filters)
             if not rollout.dynamic_sampling or len(kept) >= num_wanted or new.stop == end:
                 break
             collector = replace(collector)
-        for some in (groups, kept):
-            some.sort(key=lambda group: group.draw_index)
+        groups, kept = (sorted(some, key=lambda group: group.draw_index) for some in (groups, kept))
+        metrics = {"off_policy/accepted_share": num_accepted / max(1, num_offered)}
         if is_partial:
-            metrics = {"off_policy/carried": sum(prefix.finish_reason is None for prefix in self.earlier.values())}
-        else:
-            reused = [rollout.prefix for group in groups for rollout in group.rollouts if rollout.prefix]
-            metrics = {"off_policy/accepted_share": sum(len(p.token_ids) for p in reused) / max(1, num_offered)}
+            num_carried = sum(prefix.finish_reason is None for prefix in self.earlier.values())
+            metrics = {"off_policy/carried": float(num_carried)}
         return groups, kept, collector, metrics
 
-    def _go_on(
-        self, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector, _: int
-    ) -> tuple[list[RolloutGroup], int]:
-        """A round of mode `partial`: the groups that are complete; the samples of the others are `earlier` ones now.
-
-        Returns:
-            The groups, and the number of tokens that were carried into the round.
-        """
-        engine, rollout = self.context.engine, self.context.recipe.rollout
-        max_tokens = rollout.max_new_tokens  # lower than it was, perhaps
-        collector.prefixes = {
-            key: truncated(part, len(part.token_ids), max_tokens) for key, part in self.earlier.items()
-        }
-        oldest = engine.policy_version - rollout.max_age
-        due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
-        num_complete = share_of(len(draws), rollout.min_complete)
-        some = PartialDraws(draws, num_complete=num_complete, due=due, run_ahead=run_ahead)
-        num_tokens = sum(len(prefix.token_ids) for prefix in self.earlier.values())
-        groups = collect_rollouts(engine, collector, some)
-        self.earlier = some.carried
-        return groups, num_tokens
-
-    def _reuse(
-        self, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector, step: int
-    ) -> tuple[list[RolloutGroup], int]:
-        """A round of mode `spec_rl`: samples begin with what is accepted of their prompts' earlier responses.
-
-        Returns:
-            The groups, and the number of tokens of those earlier responses.
-        """
-        recipe, engine = self.context.recipe, self.context.engine
-        context = UpdateContext(recipe=recipe, step=step, ranks=self.context.ranks)
-        offered = [
-            (request, self.earlier[key])
-            for request in collector.requests(draws)
-            if (key := (self.order.prompt_of(request.draw_index), request.sample_index)) in self.earlier
-        ]
-        with collector.timer.stage("acceptance"):
-            collector.prefixes = accept_prefixes(offered, engine.runner.model, recipe.rollout.lenience, context)
-        groups = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
-        for rollout in chain.from_iterable(group.rollouts for group in groups):
-            self.earlier[self.order.prompt_of(rollout.draw_index), rollout.sample_index] = whole_prefix(rollout)
-        return groups, sum(len(prefix.token_ids) for _, prefix in offered)
+    def _key(self, sample: Request | Rollout) -> SampleKey:
+        """Number of the prompt, and sample index: what mode `spec_rl` finds an earlier response by."""
+        return self.order.prompt_of(sample.draw_index), sample.sample_index
 
     def draws(self, which: Sequence[int]) -> list[tuple[int, Prompt]]:
         """(draw index, prompt) of draws of the run; a pure function of the seed."""
