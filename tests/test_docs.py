@@ -25,7 +25,9 @@ REWARD_NAMES = ("digits", "correct")
 """Those of the tiny run: what `reward/<name>` stands for there."""
 DEPTHS = tuple(str(depth) for depth in range(1, 9))
 NUM_EVAL_SAMPLES = 2
-OPEN_FAMILIES = {"environment/outcome_": "<how>", "environment/stop_": "<reason>", "environment/own/": "<name>"}
+OPEN_FAMILIES = {"environment/outcome_": "<how>", "environment/stop_": "<reason>", "environment/own/": "<name>"} | {
+    "off_policy/age_": "<n>"
+}
 """How the names of some metrics begin, and what stands for the rest in metrics.md."""
 ONLY_ON_CUDA = {"engine/host_seconds", "engine/host_share", "memory/peak_gib"}
 ONLY_ON_RANKS = {"engine/rank_seconds_max", "engine/ranks_idle_share", "engine/rank_claims"}
@@ -50,9 +52,18 @@ PPO = {
 """What the first run lacks: a critic, and the options that bring metrics of their own."""
 
 
+OFF_POLICY: dict[str, Any] = {
+    "rollout__stop_strings": list("aeiouxyz012345"),
+    "rollout__max_new_tokens": 40,
+    "task__options__num_train": 4,
+    "algorithm": {"old_logprobs": "recompute", "importance_cap": 2.0},
+    "eval": {"before_and_after": False},
+}
+
+
 @pytest.fixture(scope="module")
 def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every key of the rows of four real runs with evaluation and checkpoints."""
+    """Every key of the rows of six real runs with evaluation and checkpoints."""
     folder = tmp_path_factory.mktemp("docs")
     keys: set[str] = set()
     (folder / "rows.jsonl").write_text('{"prompt": "Hi?"}\n', encoding="utf-8")
@@ -68,7 +79,8 @@ def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "rollout__max_new_tokens": 64,
         "train__num_steps": 2,
     }
-    for name, changes in (("grpo", GRPO), ("ppo", PPO), ("unverified", unverified), ("turns", turns)):
+    modes = [(mode, OFF_POLICY | {"rollout__mode": mode}) for mode in ("partial", "spec_rl")]
+    for name, changes in (("grpo", GRPO), ("ppo", PPO), ("unverified", unverified), ("turns", turns), *modes):
         recipe = make_recipe(policy, folder / "runs", name=name, **changes)
         assert {reward.name.rpartition(":")[2] for reward in recipe.rewards} <= set(REWARD_NAMES)
         result = run_training(recipe)

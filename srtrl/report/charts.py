@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 CREATOR = "srtrl"
 """In each picture, which is how `--out` knows one."""
 STAGES = (
-    *("step", "rollout", "tools", "grading", "reference", "values", "critic", "update"),
+    *("step", "rollout", "acceptance", "tools", "grading", "reference", "values", "critic", "update"),
     *("save_rollouts", "checkpoint", "eval"),
 )
 """Of a training step, under `time/`; the first is the sum."""
@@ -78,6 +78,8 @@ CHARTS = {
         Chart("Entropy", "nats per token", ["entropy"], "Near zero the policy hardly explores any more."),
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
         Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder, capped."),
+        Chart("Stale tokens", "share", ["off_policy/*share", "off_policy/age_*"], "Of earlier policies, by age."),
+        Chart("Weights of stale tokens", "weight", ["off_policy/weight_*"], "Present over earlier policy, not capped."),
         Chart("Gradient norm", "norm", ["grad_norm", "critic/grad_norm"], "Before clipping.", is_log=True),
         Chart("Learning rate", "learning rate", ["learning_rate", "critic/learning_rate"]),
         Chart("Critic", "reward", ["critic/loss", "critic/value_mean", "critic/return_mean"], "Loss: squared reward."),

@@ -213,7 +213,9 @@ class StepSampler:
                 num_accepted += sum(len(prefix.token_ids) for prefix in collector.prefixes.values())
                 found = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
                 self.earlier |= {self._key(r): prefix_of(r, r.finish_reason) for group in found for r in group.rollouts}
-            groups, kept = groups + found, kept + filter_groups(found, recipe.algorithm.filters)
+            algorithm = recipe.algorithm
+            groups = groups + found
+            kept = kept + filter_groups(found, algorithm.filters, algorithm.filter_options)
             if not rollout.dynamic_sampling or len(kept) >= num_wanted or new.stop == end:
                 break
             collector = replace(collector)
