@@ -388,9 +388,9 @@ def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], 
     return cut_at_stop_string(text, stop_strings)
 
 
-def data_order(rollout: Rollout) -> tuple[int, int]:
-    """Sort key: where a rollout is in data order."""
-    return rollout.draw_index, rollout.sample_index
+def data_order(sample: Rollout | Request) -> SampleKey:
+    """Sort key: where a sample is in data order."""
+    return sample.draw_index, sample.sample_index
 
 
 def _group(rollouts: list[Rollout], num_samples: int) -> RolloutGroup:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from srtrl.rollout.collect import FixedDraws
+from srtrl.rollout.collect import FixedDraws, data_order
 from srtrl.types import Completion, FinishReason, Prefix, Prompt, Request, Rollout, SampleKey
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PartialDraws(FixedDraws):
         """After the rollout: all samples of the draws that are not complete, finished ones too; on all ranks."""
         self._completions: dict[SampleKey, Completion] = {}
         """Of this rank, the interrupted ones too."""
-        self._ticks: dict[int, dict[int, int]] = {draw_index: {} for draw_index, _ in draws}
+        self._ticks: dict[int, dict[int, int]] = {draw_index: {} for draw_index, _ in self.draws}
         """By draw and sample, of all ranks: new tokens of those that are finished."""
         self._num_read = 0
         self._last_tick: int | None = None
@@ -67,13 +67,13 @@ class PartialDraws(FixedDraws):
         self._read_ticks(collector, collector.counters.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
-                self._completions[_key_of(completion)] = completion
+                self._completions[data_order(completion.request)] = completion
                 collector.counters.add("finished")
         yield from super().requests(engine, collector)
 
     def receive(self, completion: Completion, collector: Collector) -> None:
         """See `Draws`; publishes the tick."""
-        key = _key_of(completion)
+        key = data_order(completion.request)
         self._completions[key] = completion
         number = collector.counters.add("ended")
         tick = len(completion.token_ids) - completion.request.num_reused
@@ -112,10 +112,6 @@ class PartialDraws(FixedDraws):
     def _complete(self, collector: Collector) -> dict[int, int]:
         """The draws all of whose samples are finished, as far as is known, in data order, and their ticks."""
         return {d: max(ticks.values()) for d, ticks in self._ticks.items() if len(ticks) == collector.num_samples}
-
-
-def _key_of(completion: Completion) -> SampleKey:
-    return completion.request.draw_index, completion.request.sample_index
 
 
 def prefix_of(sample: Completion | Rollout, finish_reason: FinishReason | None, length: int | None = None) -> Prefix:
