@@ -9,8 +9,9 @@ with tensors [R], the response tokens of a micro-batch: `logprobs` by the policy
 sequences are in one micro-batch; losses of single tokens do not need it). A loss that declares `entropy` (with
 gradient), `rollout_logprobs` or, with a KL, `ref_logprobs` gets these, too, [R]. Further keyword arguments with
 defaults are its options, given as `algorithm.loss_options`. `token_loss` [R] is to be minimised; how it becomes one
-number is the reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its mean over all tokens of
-the step under its name, that of a function of your own as `loss/<name>`. A micro-batch without it counts as zeros.
+number is the reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its mean over
+all tokens of the step under its name, that of a function of your own as `loss/<name>`. A micro-batch without it counts
+as zeros.
 
 *Value losses* are those whose first argument is `values`: the values of `critic.value_loss`, of signature
 
