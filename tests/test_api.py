@@ -1,8 +1,10 @@
 """srtrl from Python: recipes as dictionaries, functions and rows as arguments, and the notebook of the docs."""
 
+import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,22 @@ def test_functions_of_two_runs_may_have_one_name(recipe: dict[str, Any]) -> None
         assert read_metrics(srtrl.train(loaded).folder / "metrics.jsonl")[0]["reward/mean"] == expected
 
 
+def test_slow_rewards_are_named_once(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(sample: RewardInput) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    async def judge(sample: RewardInput) -> float:
+        await asyncio.sleep(0.2)
+        return 1.0
+
+    srtrl.train(recipe, rewards=[slow], rows=ROWS)
+    message = r"rewards took 1\.\d of \d\.\d s: from_python\.run:slow, one sample at a time\. Faster: `async def`"
+    assert len(re.findall(message, " ".join(capsys.readouterr().out.split()))) == 1
+    srtrl.train(recipe, {"name": "other"}, rewards=[judge], rows=ROWS)
+    assert "rewards took" not in capsys.readouterr().out
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"recipe": 5}, "expected a recipe: a YAML file, a dictionary or a Recipe, found int"),
     ({"recipe": "nowhere.yaml"}, "nowhere.yaml: cannot read the recipe"),
@@ -141,8 +159,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
     ({"rewards": 5}, "argument `rewards`: rewards.0.name: should be a text"),
     (
-        {"rewards": ["from_python.other:f"]},
-        "cannot import from_python.other: it was given to srtrl.train: continue from",
+        {"rewards": ["from_python.elsewhere:f"]},
+        "cannot import from_python.elsewhere: it was given to srtrl.train: continue from",
     ),
 ]
 

@@ -109,6 +109,16 @@ def test_a_filter_must_say_something_of_each_group() -> None:
 # ---- sequence-level advantages ----
 
 
+def at_least(rewards: Tensor, correct: Tensor, *, limit: float) -> Tensor:
+    return rewards.mean(dim=1) >= limit
+
+
+def test_a_filter_gets_the_options_that_it_declares() -> None:
+    groups = [group(0, [1.0, 0.0]), group(1, [3.0, 1.0])]
+    kept = filter_groups(groups, ["drop_uniform", "test_credit:at_least"], {"limit": 1.0})
+    assert [each.draw_index for each in kept] == [1]
+
+
 def as_it_is(rewards: Tensor) -> Tensor:
     return rewards
 
@@ -211,6 +221,54 @@ def test_a_token_level_function_gets_padded_rows_and_groups() -> None:
     assert seen["group_index"].tolist() == [0, 0, 1, 1]
     assert (seen["gamma"], seen["lam"]) == (0.5, 0.25)
     assert [sequence.advantages.tolist() for sequence in credit.sequences] == [[1.0] * 3, [1.0], [1.0], [1.0] * 2]
+
+
+def asks(rewards: Tensor, *, bonus: float, **others: Any) -> Tensor:
+    return rewards + bonus
+
+
+def asks_by_name(
+    rewards: Tensor,
+    reward_weights: dict[str, float],
+    *,
+    reward_terms: dict[str, Tensor],
+    lengths: Tensor,
+    correct: Tensor,
+    prompt_ids: list[str],
+    step: int,
+) -> Tensor:
+    SEEN.append({name: value for name, value in locals().items() if name != "rewards"})
+    return rewards
+
+
+@token_level
+def asks_by_token(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float, lengths: Tensor
+) -> Tensor:
+    SEEN.append({"lengths": lengths})
+    return rewards
+
+
+def test_an_advantage_gets_what_it_declares_and_its_options() -> None:
+    SEEN.clear()
+    groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
+    sequences = random_sequences(groups, 5)
+    options = {"algorithm__advantage": "test_credit:asks", "algorithm__advantage_options": {"bonus": 0.5}}
+    assert list(credit_of(groups, sequences, **options).advantages.values()) == [1.5, 2.5, 3.5, 4.5]
+    recipe = make_recipe(algorithm__advantage="test_credit:asks_by_name", rewards=[{"name": "a:f", "weight": 2.0}])
+    assign_credit(groups, sequences, recipe, step=12)
+    (seen,) = SEEN
+    grades = [rollout.grade for each in groups for rollout in each.rollouts]
+    assert {name: values.flatten().tolist() for name, values in seen["reward_terms"].items()} == {
+        name: [grade.parts[name] for grade in grades] for name in grades[0].parts
+    }
+    assert seen["lengths"].tolist() == [[3, 1], [1, 2]]
+    assert seen["correct"].flatten().tolist() == [grade.outcome == "correct" for grade in grades]
+    assert (seen["reward_weights"], seen["step"]) == ({"f": 2.0}, 12)
+    assert seen["prompt_ids"] == [each.prompt.prompt_id for each in groups]
+    SEEN.clear()
+    credit_of(groups, sequences, algorithm__advantage="test_credit:asks_by_token")
+    assert SEEN[0]["lengths"].tolist() == [3, 1, 1, 2]
 
 
 @token_level

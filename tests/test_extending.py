@@ -79,6 +79,31 @@ def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
     assert other[1]["loss/slope"] != rows[0]["loss/slope"], "the second mini-batch is off-policy: the gate differs"
 
 
+def test_examples_of_arguments_by_name_compute_what_they_say(recipe_file: Path) -> None:
+    """The most entropic tokens in a run with three mini-batches' micro-batches; GDPO on rewards made by hand."""
+    command = next(command for command in COMMANDS if "name=entropic" in command)
+    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
+    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    assert 0.3 <= row["loss/learned_share"] < 0.6, "at least the share of each response, which may be a short one"
+    assert row["grad_norm"] > 0
+    command = next(command for command in COMMANDS if "name=gdpo" in command)
+    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
+    assert read_metrics(run.folder / "metrics.jsonl")[-1]["reward/correct"] >= 0
+    per_objective = sys.modules["my_fork.gdpo"].per_objective
+    right, formatted = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).double(), torch.tensor([[0.0, 1.0], [5.0, 0.0]]).double()
+    terms, weights = {"right": right, "formatted": formatted}, {"right": 1.0, "formatted": 0.5}
+    found = per_objective(right + formatted / 2, reward_terms=terms, reward_weights=weights, epsilon=0)
+    half = 0.5**0.5  # the advantage of the better of two
+    total = torch.tensor([[half - half / 2, -half + half / 2], [half / 2, -half / 2]]).double()
+    assert torch.allclose(found, total / total.std(), atol=1e-5)
+
+
+def test_a_coroutine_reward_outside_the_package_is_awaited(recipe_file: Path) -> None:
+    command = next(command for command in COMMANDS if "name=judged" in command)
+    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
+    assert 0 <= read_metrics(run.folder / "metrics.jsonl")[-1]["reward/judge"] <= 1
+
+
 def test_a_run_learns_from_the_token_level_advantage(recipe_file: Path) -> None:
     command = next(command for command in COMMANDS if "length_adaptive_gae" in command)
     run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))

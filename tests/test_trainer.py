@@ -256,7 +256,7 @@ def test_second_interrupt_stops_at_once(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": flawed("nan", at_call=3)}, "step 3, epoch 1, mini-batch 1: the loss is nan"),
+        ({"algorithm": flawed("nan", at_call=3)}, "step 3, epoch 1, mini-batch 1: the loss .* is nan"),
         ({"algorithm": flawed("no memory", at_call=3)}, "step 3, update: the device's memory is too small"),
         ({"train__max_logprob_difference": 1e-12}, "There is no checkpoint yet"),
     ],
@@ -311,6 +311,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
         ({"log__trackers": ["tensorbord"]}, "tensorbord is not installed, or .*; available here: .*tensorboard"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
         ({"model__path": "missing-policy"}, "missing-policy"),
+        ({"rollout__environment": {"name": "environment_cases:BrokenAtStart"}}, "rollout.environment: .*no such game"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is .* RANK is not set"),
     ],
 )

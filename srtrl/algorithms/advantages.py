@@ -12,10 +12,11 @@ must have a critic):
 
 with `token_rewards`, `values`, `mask` (bool) and the result [B, L]: B responses, L tokens in the longest, shorter ones
 padded on the right, where the mask is false and the result is zero. `values` are the critic's, zeros without one;
-`group_index` [B] int64 says which responses are of one draw of a prompt. All is computed in float64.
-The critic's targets are advantages + values, so a token-level function that needs a critic must not rescale what it
-returns. Both kinds get `reward_terms`, `reward_weights`, `correct`, `lengths`, `prompt_ids` and `step` where they
-declare them (docs/extending.md), and `algorithm.advantage_options`.
+`group_index` [B] int64 says which responses are of one draw of a prompt. All is computed in float64. The critic's
+targets are advantages + values, so a token-level function that needs a critic must not rescale what it returns.
+
+Both kinds get `reward_terms`, `reward_weights`, `correct`, `lengths`, `prompt_ids` and `step` where they declare them
+(docs/extending.md), and `algorithm.advantage_options`.
 """
 
 from collections.abc import Callable

@@ -225,6 +225,7 @@ class Trainer:
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
                     stack.enter_context(self.conversations)
+                    self.rollout_context.started(self.task.train_prompts[0])
                     self.conversations.try_environment(self.task.train_prompts[0])
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
