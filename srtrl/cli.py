@@ -132,7 +132,13 @@ def train(
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")
         else:
-            print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
+            print(f"the run is in {result.folder}")
+            from srtrl.report.page import write_report
+
+            try:
+                print(f"its report: {write_report(result.folder).resolve().as_uri()}")
+            except (ValueError, OSError) as error:  # the run itself is complete
+                print(f"its report was not written: {error}", file=sys.stderr)
     if result.interrupted:
         raise typer.Exit(interrupt_exit_code())
 

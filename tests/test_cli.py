@@ -68,6 +68,7 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
     monkeypatch.setattr("srtrl.metrics.read_metrics", lambda _: [])
     monkeypatch.setattr("srtrl.run.metrics.run_figures", lambda _: {"gain": "+3 points"})
+    monkeypatch.setattr("srtrl.report.page.write_report", lambda folder: Path("/tmp") / folder / "report.html")
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
     result = run("train", recipe_file, *overrides, "--overwrite")
     assert (result.exit_code, result.stderr) == (code, "")
@@ -79,7 +80,7 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     following = (
         "interrupted after step 3; to resume: srtrl train runs/test --resume"
         if interrupted
-        else "srtrl report runs/test"
+        else "its report: file:///tmp/runs/test/report.html"
     )
     assert following in result.stdout
 

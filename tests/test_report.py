@@ -1,6 +1,5 @@
 """The report of a run: complete, self-contained, and honest about what is missing."""
 
-import base64
 import json
 import math
 import random
@@ -92,8 +91,14 @@ def rollout_table(step: int, noise: random.Random) -> pa.Table:
 
 def charts_of(page: str) -> dict[str, ElementTree.Element]:
     """The charts by title, each a picture that is well-formed SVG."""
-    found = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', page)
-    return {title: ElementTree.fromstring(base64.b64decode(picture)) for title, picture in found}
+    found = re.findall(r"<h3>([^<]+)</h3>\s*<p>[^<]*</p>\s*(<svg .*?</svg>)", page, re.DOTALL)
+    return {title: ElementTree.fromstring(picture) for title, picture in found}
+
+
+def headline_time(num_steps: int) -> str:
+    """Of `make_run`, with the compilation of the first step and an evaluation before it and in every tenth step."""
+    minutes, seconds = divmod(round(100 + 2.0 * num_steps + 2.5 * (1 + max(1, num_steps // 10))), 60)
+    return f"{minutes} min {seconds} s"
 
 
 def texts_of(svg: ElementTree.Element) -> set[str]:
@@ -126,7 +131,13 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     assert [step or None for step in re.findall(r'<option value="(\d*)">', page)] == [None, *map(str, steps), None]
     assert re.findall(r"<option>(\w+)</option>", page) == ["correct", "wrong"]
     assert "still running" not in page
-    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script[^>]""", page), "needs no network"
+    assert re.findall(r"<b>([^<]+)</b></div>", page)[:3] == ["31.0% → 71.0%", "2.50", headline_time(num_steps)]
+    drafted = re.search(r"<h2>(\d+) tokens in (\d+) decode steps</h2>", page)
+    assert drafted
+    assert int(drafted[1]) > int(drafted[2]), "one token again and again is drafted"
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]""", page), (
+        "needs no network"
+    )
     assert page.count("<script>") == 1, "what a task or the policy wrote is escaped"
     assert "<h4>Reference answer</h4><pre>&lt;/pre&gt;&lt;script&gt;alert" in page
     assert re.search(r'<span class="tag">5 tokens</span>\s*<pre>\d\+1.', page), "a prompt as the policy reads it"

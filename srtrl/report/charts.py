@@ -1,6 +1,8 @@
 """Charts of metrics over steps, drawn by matplotlib into SVG text: one line a metric, with its name in the legend."""
 
 import io
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: the file is small
     "svg.hashsalt": "srtrl",  # the same data gives the same bytes
 }
+COLOURS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#dc2626", "#0891b2", "#ca8a04", "#db2777", "#65a30d", "#64748b")
+"""Of lines; readable on a light and on a dark page."""
+MIN_SPAN = 0.1
+"""Of an axis, by its largest value: rounding errors do not look like a curve."""
 CREATOR = "srtrl"
 """In each picture, which is how `--out` knows one."""
 STAGES = (
@@ -53,17 +59,32 @@ class Chart:
 SPEED = "Speed and speculation"
 CHARTS = {
     "Learning": (
-        Chart("Reward", "reward", ["reward/*", "eval/reward"], "Each without its weight; mean, eval/: weighted sum."),
+        Chart(
+            "Reward",
+            "reward",
+            ["reward/*", "eval/reward"],
+            "Each reward function before its weight; mean and eval/reward are weighted sums.",
+        ),
         Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
-        Chart("Groups", "groups", ["data/draws", "groups/[!z]*"], "Kept by filters; all samples correct, or none."),
+        Chart(
+            "Groups",
+            "groups",
+            ["data/draws", "groups/[!z]*"],
+            "Drawn, kept by the filters; of these, all samples correct or all wrong.",
+        ),
         Chart("Samples without advantage", "share of samples", ["groups/zero_advantage_share"], "They teach nothing."),
         Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Reward: 0."),
     ),
     "Turns and tools": (
         Chart("Turns", "turns of a sample", ["environment/turns_*"]),
-        Chart("Tool calls", "share", ["environment/*call_share"], "Samples with a call; calls that can be run."),
+        Chart(
+            "Tool calls",
+            "share",
+            ["environment/*call_share"],
+            "Share of samples with a call, and of calls that could be run.",
+        ),
         Chart("Held-out tool calls", "share", ["eval/environment/*call_share"], "The same, on held-out problems."),
         Chart("How calls ended", "calls", ["environment/outcome_*"], "ok, or a kind of error."),
         Chart("Void turns", "turns", ["environment/void_turns"], "Neither a call nor an answer."),
@@ -74,7 +95,6 @@ CHARTS = {
     "Update": (
         Chart("Loss", "loss", ["loss"], "Not a measure of progress."),
         Chart("KL to the reference", "nats per token", ["kl/ref"], "How far the policy has moved from its start."),
-        Chart("KL coefficient", "coefficient", ["kl/coefficient"], "It follows algorithm.kl.target."),
         Chart("Entropy", "nats per token", ["entropy"], "Near zero the policy hardly explores any more."),
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
         Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder, capped."),
@@ -93,10 +113,25 @@ CHARTS = {
         Chart(
             "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),
-        Chart("Tokens per decode step", "tokens of a sequence", ["engine/*_per_decode_step"], "1 without drafts."),
-        Chart("Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Drafts with that many accepted."),
-        Chart("Drafts", "share", ["engine/drafted_steps_share"], "Decode steps in which the drafter proposed."),
-        Chart("Run-ahead", "tokens", ["engine/run_ahead_tokens_*"], "Decoded for the next step, and used there."),
+        Chart(
+            "Tokens per decode step",
+            "tokens of a sequence",
+            ["engine/*_per_decode_step"],
+            "New tokens of a sample in each forward pass: 1 without drafts.",
+        ),
+        Chart(
+            "Acceptance by depth",
+            "share",
+            ["engine/acceptance_depth_[1248]"],
+            "Share of drafts of which at least 1, 2, 4, 8 tokens were accepted.",
+        ),
+        Chart("Drafts", "share", ["engine/drafted_steps_share"], "Share of decode steps in which tokens were drafted."),
+        Chart(
+            "Run-ahead",
+            "tokens",
+            ["engine/run_ahead_tokens_*"],
+            "Tokens decoded early for the next step, and those that it could use.",
+        ),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),
     ),
 }
@@ -126,27 +161,49 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(metrics)), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        for metric in metrics:
+        for metric, colour in zip(metrics, colours_of(metrics), strict=True):
             logged = [row for row in rows if metric in row]
             steps, values = [row["step"] for row in logged], [row[metric] for row in logged]
-            line = draw_line(axes, steps, values, label=metric)
+            line = draw_line(axes, steps, values, label=metric, color=colour)
             if f"{metric}_low" in logged[0]:
                 low, high = ([row[f"{metric}_{end}"] for row in logged] for end in ("low", "high"))
                 arms = [np.subtract(values, low), np.subtract(high, values)]
                 axes.errorbar(steps, values, arms, fmt="none", color=line.get_color())
         if chart.is_log:
             axes.set_yscale("log", nonpositive="clip")
+        else:
+            low, high = axes.get_ylim()
+            missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
+            axes.set_ylim(low - max(missing, 0) / 2, high + max(missing, 0) / 2)
         figure.legend(loc="outside lower left", ncols=2)
         return to_svg(figure)
 
 
-def draw_line(axes: "Axes", steps: Sequence[float], values: Sequence[float], *, label: str) -> "Line2D":
+def colours_of(metrics: Sequence[str]) -> list[str]:
+    """A colour for each metric of a chart, by its name: the same in all charts and runs, as far as colours suffice."""
+    taken: list[str] = []
+    for metric in metrics:
+        first = zlib.crc32(metric.encode()) % len(COLOURS)
+        ordered = COLOURS[first:] + COLOURS[:first]
+        taken.append(next((colour for colour in ordered if colour not in taken), ordered[0]))
+    return taken
+
+
+def inline(svg: str) -> str:
+    """A picture as a part of a page: text and axes have the page's colour, and there is no background."""
+    picture = svg[svg.index("<svg") :].replace("#000000", "currentColor").replace("fill: #ffffff", "fill: none")
+    return re.sub(r"<svg ", '<svg fill="currentColor" role="img" ', picture, count=1)
+
+
+def draw_line(
+    axes: "Axes", steps: Sequence[float], values: Sequence[float], *, label: str, color: str | None = None
+) -> "Line2D":
     """Draw a line, a long one as its moving average over a twentieth of the steps, over the values in a faint line."""
     marker = "o" if len(steps) <= 25 else ""
     half = len(values) // 40
     middle = slice(half, len(values) - half)
     averages = np.convolve(values, np.full(2 * half + 1, 1 / (2 * half + 1)), mode="valid")
-    (line,) = axes.plot(steps[middle], averages, marker=marker, markersize=3, label=label)
+    (line,) = axes.plot(steps[middle], averages, marker=marker, markersize=3, label=label, color=color)
     if half:
         axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
     return line

@@ -1,6 +1,5 @@
 """`srtrl report`: a run's summary, curves and samples as one HTML page that needs no network."""
 
-import base64
 import os
 import sys
 import webbrowser
@@ -13,16 +12,19 @@ import numpy as np
 from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.metrics import check_output, write_atomic
-from srtrl.report.charts import CHARTS, SPEED, Chart, draw
+from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
-from srtrl.run.metrics import run_figures
+from srtrl.report.trie_view import DecodedResponse, decoded_response, text_decoder
+from srtrl.run.metrics import headline, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MARK = "· srtrl</title>"
 """In the template, and so in every report."""
 NUM_STEPS = 6
 """Steps of which samples are shown."""
+MANY_TRUNCATED = 0.5
+"""With a larger share of truncated responses there is a notice."""
 NUM_PER_OUTCOME = 3
 """Samples of a step and outcome that are shown."""
 
@@ -56,6 +58,8 @@ def render(run: Run) -> str:
         num_steps=run.num_steps,
         recipe=run.recipe,
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
+        headline=list(headline(run.rows).items()),
+        decoded=_decoded(run),
         figures=list(run_figures(run.rows).items()),
         notices=list(_notices(run)),
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
@@ -74,6 +78,12 @@ def _notices(run: Run) -> Iterator[str]:
             f"This run has done {run.num_steps} of {run.recipe.train.num_steps} steps: it is still running, or it was "
             "interrupted (`srtrl train RECIPE --resume` continues it)."
         )
+    truncated = run.rows[-1].get("length/truncated_share", 0.0)
+    if truncated > MANY_TRUNCATED:
+        yield (
+            f"{truncated:.0%} of the responses of the last step were cut off at rollout.max_new_tokens "
+            f"({run.recipe.rollout.max_new_tokens}): most of them could not end. Raise it, or reward short responses."
+        )
     failed = {kind: sum(row.get(f"grading/{kind}", 0) for row in run.rows) for kind in ("timeout", "crash", "error")}
     if any(failed.values()):
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in failed.items() if count)
@@ -81,7 +91,7 @@ def _notices(run: Run) -> Iterator[str]:
 
 
 def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
-    """The charts that there is data for, each with the URI of its picture."""
+    """The charts that there is data for, each with its picture as SVG for the page."""
     none_run_ahead = {"engine/run_ahead_tokens_made": 0, "engine/run_ahead_tokens_used": 0}  # absent in many steps
     in_training = [
         # Compilation, which is part of the first step, would dwarf all other seconds.
@@ -93,13 +103,18 @@ def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
         name: [(chart, draw(chart, in_training if name == SPEED else run.rows)) for chart in charts]
         for name, charts in CHARTS.items()
     }
-    return {
-        name: [(chart, _data_uri(svg)) for chart, svg in charts if svg is not None] for name, charts in drawn.items()
-    }
+    return {name: [(chart, inline(svg)) for chart, svg in charts if svg is not None] for name, charts in drawn.items()}
 
 
-def _data_uri(svg: str) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8")).decode("ascii")
+def _decoded(run: Run) -> DecodedResponse | None:
+    """A response with the tokens of each decode step; None without drafts, kept rollouts or a tokenizer."""
+    if run.recipe.rollout.drafter == "none" or not run.rollout_files:
+        return None
+    try:
+        decode = text_decoder(run)
+    except ValueError:  # no checkpoint yet, and the model is elsewhere
+        return None
+    return decoded_response(run, decode)
 
 
 def _samples(run: Run) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 2000
 """Of a text in the terminal; --full shows all."""
 NOT_TO_READ = {
-    *("token_ids", "prompt_token_ids", "rollout_logprobs"),
+    *("token_ids", "prompt_token_ids", "rollout_logprobs", "policy_versions"),
     *("segment_kinds", "segment_lengths", "segment_texts"),
 }
 """Columns that are left out; the Parquet files have them."""
@@ -31,7 +31,7 @@ def command(
     prompt: Annotated[str | None, typer.Option(metavar="ID", help="Samples of this prompt alone.")] = None,
     sort: Annotated[
         Literal["reward", "-reward", "length", "-length"] | None,
-        typer.Option(help="Lowest first, with a minus highest first. [default: in the order of the data]"),
+        typer.Option(help="Lowest first, with a minus highest first. [default: groups with unequal rewards first]"),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of samples.")] = 4,
     full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
@@ -47,7 +47,12 @@ def command(
     from srtrl.report.runs import read_run
 
     samples = read_samples(read_run(run), step=step, prompt_id=prompt)
-    if sort is not None:
+    if sort is None:
+        rewards: dict[int, set[float]] = {}
+        for sample in samples:
+            rewards.setdefault(sample["draw_index"], set()).add(sample["reward"])
+        samples.sort(key=lambda sample: len(rewards[sample["draw_index"]]) == 1)
+    else:
         samples.sort(key=lambda sample: sample[sort.removeprefix("-")], reverse=sort.startswith("-"))
     if as_json:
         for sample in samples[:limit]:

@@ -198,6 +198,35 @@ def draft_at_fork(history: PromptHistory) -> tuple[int, list[tuple[int, int, flo
     ]
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DecodedResponse:
+    """A response in the decode steps that it takes with drafts from the prompt's earlier rollouts."""
+
+    name: str
+    prompt_id: str
+    num_earlier: int
+    """Rollouts that the drafts came from."""
+    pieces: list[tuple[str, int]]
+    """Text and number of tokens of each step; the first token is of the prompt's forward pass, a step of its own."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the response; observations of an environment are read, not decoded, and do not count."""
+        return sum(num_tokens for _, num_tokens in self.pieces)
+
+
+def decoded_response(run: Run, decode: Decode) -> DecodedResponse:
+    """The response that `srtrl trie` shows by default; raises as `read_history` does."""
+    history = read_history(run)
+    steps = [history.later.samples[0][:1].tolist(), *replay_later(history)[0]]
+    return DecodedResponse(
+        name=history.later_name,
+        prompt_id=history.later.prompt_id,
+        num_earlier=len(history.earlier.samples),
+        pieces=[(decode(token_ids), len(token_ids)) for token_ids in steps],
+    )
+
+
 # --- Text -------------------------------------------------------------------------------------------------------------
 
 

@@ -240,6 +240,29 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     return figures
 
 
+def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
+    """The three figures of a run to see first: how much better the policy is, what drafts bring, and the time."""
+    steps = [row for row in rows if row["step"] > 0]
+    evals = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
+    figures: dict[str, str] = {}
+    if evals:
+        name = _main_figure(evals[-1])
+        values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
+        figures[f"held-out {name}"] = " → ".join(dict.fromkeys(values))
+    elif steps:
+        first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
+        figures["training reward, first to last step"] = f"{first:.3f} → {last:.3f}"
+    if steps:
+        last_epoch = [row for row in steps if _same_epoch(row, steps[-1])]
+        figures["tokens per decode step of a sample, last epoch"] = f"{_tokens_per_decode(last_epoch):.2f}"
+    seconds = sum(row.get(f"time/{stage}", 0.0) for row in rows for stage in timed_stages(rows))
+    minutes, seconds = divmod(round(seconds), 60)
+    figures["time of all stages"] = (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    )
+    return figures
+
+
 def _same_epoch(row: MetricRow, other: MetricRow) -> bool:
     return int(row["data/epoch"]) == int(other["data/epoch"])
 
