@@ -49,6 +49,7 @@ class CpuRunner(Runner):
         rows = TreeRows(**{field.name: torch.from_numpy(getattr(inputs, field.name)) for field in fields(TreeRows)})
         make_plan = ReferencePlan if self.model.dtype == torch.float64 else PagedPlan  # tests compute in float64
         hidden = self.model(rows.token_ids.long(), make_plan(self.cache, rows))  # [N, D]
+        self.hidden = hidden
         num_sampled = inputs.shape.num_sampled
         logits = self.model.logits(hidden[: self._padded(num_sampled)])[:num_sampled]  # [L, V]
         keys, positions = inputs.rng_keys.view(np.uint64), inputs.sample_positions.astype(np.int64)

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.batch import Batch
@@ -43,6 +44,8 @@ class EngineOptions:
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
+    draft_head_tokens: int = 3
+    """Tokens that a draft head guesses in a row."""
     run_ahead_max_slowdown: float | None = 0.03
 
 
@@ -74,6 +77,8 @@ class Runner(ABC):
     was_prepared = True
     """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
     cache: KVCache
+    hidden: Tensor
+    """[N, D], after the final norm, of the rows of the last step, on the device; the next step overwrites them."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
         """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""

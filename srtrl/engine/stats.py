@@ -14,6 +14,9 @@ from srtrl.engine.verify import Verified
 MAX_DEPTH = 8
 """Acceptance is reported for depths of the draft trees up to this."""
 
+HEAD, DRAFTER = 0, 1
+"""Sources of drafts where there is a draft head."""
+
 STAGES = {
     "schedule": "draft",
     "propose": "draft",
@@ -70,6 +73,11 @@ class EngineStats:
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
     num_accepted: int = 0
+    num_head_steps: int = 0
+    """Steps in which the draft head ran."""
+    head_seconds: float = 0.0
+    accepted_by_source: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 1 + MAX_DEPTH), np.int64))
+    """[2, 1 + MAX_DEPTH], with a draft head: drafts of each source, and those that have the next 1, 2, ... tokens."""
     num_run_ahead_rows: int = 0
     num_draws: int = 0
     """Draws whose first sample was added."""
@@ -129,6 +137,14 @@ class EngineStats:
         }
         for depth, num_drafts in enumerate(self.accepted_by_depth.tolist(), 1):
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts
+        if self.num_head_steps:
+            metrics["engine/head_steps_share"] = self.num_head_steps / self.num_steps
+            metrics["engine/head_seconds"] = self.head_seconds / num_ranks
+            for source, (num_drafts, *counts) in zip(
+                ("head", "drafter"), self.accepted_by_source.tolist(), strict=True
+            ):
+                for depth, count in enumerate(counts, 1):
+                    metrics[f"engine/{source}_acceptance_depth_{depth}"] = count / max(num_drafts, 1)
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)

@@ -1,0 +1,244 @@
+"""A draft head: a small recurrent net that guesses the next tokens from the policy's last hidden state, for any text.
+
+s(0) is the final hidden state that the last token was sampled from, and s(i + 1) = norm(s(i) + MLP(fc[s(i); e])), with
+e the embedding of the token after s(i). The policy's own output head, on a short list of frequent tokens, makes logits
+of each state, and the guess is argmax(logit / temperature + noise), with the noise that will decide the token itself.
+There is no KV cache and no prefill. The recurrence is that of Hydra (arXiv 2402.05109) and ReDrafter (2403.09919).
+
+Letters: B sequences, D model width, I width of the MLP, L listed tokens, K depths.
+"""
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.noise import hash_row, uniform_of
+from srtrl.model.transformer import Transformer, rms_norm
+
+Array = npt.NDArray[Any]
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+REFUSED = -1
+"""Token of a row whose logits are not finite."""
+BEST, SECOND = 0, 1
+EPS = 1e-6
+
+
+class DraftHead(nn.Module):
+    """The head's own weights, and its views of the policy's: these are frozen, and follow each update."""
+
+    def __init__(self, policy: Transformer, *, vocabulary: int, hidden: int | None, seed: int) -> None:
+        """A fresh head, which predicts what s(0) predicts at every depth.
+
+        Args:
+            policy: Its weights are not read yet: `refresh` must follow.
+            vocabulary: Maximum number of listed tokens.
+            hidden: I; by default 8/3 of D.
+            seed: Of the weights.
+        """
+        super().__init__()
+        width, generator = policy.config.hidden_size, torch.Generator().manual_seed(seed)
+        hidden = hidden or -(-8 * width // 3)
+
+        def matrix(rows: int, columns: int) -> nn.Parameter:
+            weights = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)  # on the CPU: for any device
+            return nn.Parameter(weights.to(dtype=policy.dtype, device=policy.device))
+
+        self.fc = matrix(width, 2 * width)
+        self.gate_up = matrix(2 * hidden, width)
+        self.down = nn.Parameter(torch.zeros_like(matrix(width, hidden)))
+        self.norm = nn.Parameter(torch.ones(width, dtype=policy.dtype, device=policy.device))
+        self.counts = torch.zeros(policy.config.vocab_size, dtype=torch.int64)
+        """[V], how often each token came in prompts and responses; on the CPU."""
+        self.num_listed = min(vocabulary, policy.config.vocab_size)
+
+    def count(self, token_ids: npt.NDArray[np.int64]) -> None:
+        """Tokens of prompts or responses, which make the list."""
+        self.counts += torch.from_numpy(np.bincount(token_ids, minlength=len(self.counts)))
+
+    @torch.no_grad()
+    def refresh(self, policy: Transformer) -> None:
+        """Make the list anew, and take over the policy's weights, which must be whole (not sharded)."""
+        order = self.counts.argsort(descending=True, stable=True)  # of equals the first
+        self.token_ids = order[: self.num_listed].sort().values.to(policy.device)
+        """[L] int64, ascending."""
+        self.read(policy)
+
+    def read(self, policy: Transformer) -> None:
+        """Take over the policy's present embedding and output head."""
+        self.embedding = policy.embedding.detach()  # [V, D]
+        self.output = policy.head_weight.detach()[self.token_ids]  # [L, D]
+
+    def forward(self, state: Tensor, token_ids: Tensor) -> Tensor:
+        """s(i) / |s(0)| and the tokens after it -> s(i + 1) / |s(0)|, [B, D] each; |s| is the root mean square."""
+        unit = torch.ones_like(self.norm)
+        embedded = rms_norm(functional.embedding(token_ids, self.embedding), unit, EPS)
+        gate, up = functional.linear(
+            functional.linear(torch.cat((state, embedded), dim=-1), self.fc), self.gate_up
+        ).chunk(2, dim=-1)
+        return rms_norm(state + functional.linear(functional.silu(gate) * up, self.down), self.norm, EPS)
+
+    def logits(self, state: Tensor, length: Tensor) -> Tensor:
+        """Logits of the listed tokens, [B, L], of states [B, D] in units of `length` [B, 1]."""
+        return functional.linear(state * length, self.output)
+
+
+def length_of(hidden: Tensor) -> Tensor:
+    """Root mean square of hidden states [B, D]: [B, 1], at least `EPS`."""
+    return hidden.float().square().mean(dim=-1, keepdim=True).sqrt().clamp(min=EPS).to(hidden.dtype)
+
+
+@torch.inference_mode()
+def draft_chains(
+    head: DraftHead,
+    hidden: Tensor,
+    token_ids: Int32Array,
+    temperatures: Float32Array,
+    rng_keys: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+    *,
+    k: int,
+) -> tuple[Int32Array, Float32Array]:
+    """Guess the next tokens, each from the best guess before it.
+
+    Args:
+        head: Refreshed.
+        hidden: Final hidden states that the sequences' last tokens were sampled from, [B, D].
+        token_ids: [B], these last tokens.
+        temperatures: [B]; 0 has no noise.
+        rng_keys: [B].
+        positions: [B], index in the response of the first token that is guessed.
+        k: K.
+
+    Returns:
+        The best token and the second best, [B, K, 2], `REFUSED` where logits are not finite and after that; and how
+        much better the best one is, [B, K], in nats, noise included.
+    """
+    tokens = np.empty((len(token_ids), k, 2), np.int32)
+    margins = np.empty((len(token_ids), k), np.float32)
+    length = length_of(hidden)
+    state, last, listed = hidden / length, torch.from_numpy(token_ids).long(), head.token_ids.numpy()
+    for depth in range(k):
+        state = head(state, last)
+        logits = head.logits(state, length).float().numpy()  # [B, L]
+        use_kernel_threads(8 * logits.size)
+        _take_best(logits, temperatures, rng_keys, positions + depth, listed, tokens[:, depth], margins[:, depth])
+        last = torch.from_numpy(np.maximum(tokens[:, depth, BEST], 0)).long()
+        if depth:
+            tokens[tokens[:, depth - 1, BEST] == REFUSED, depth] = REFUSED
+    return tokens, margins
+
+
+@numba.njit(parallel=True, cache=True, nogil=True)
+def _take_best(
+    logits: Array, temperatures: Array, rng_keys: Array, positions: Array, listed: Array, tokens: Array, margins: Array
+) -> None:
+    """Fill `tokens` [B, 2] and `margins` [B]; see `draft_chains`."""
+    for b in numba.prange(len(logits)):
+        is_noisy, row_key = temperatures[b] > 0, hash_row(rng_keys[b], positions[b])
+        divisor = np.float64(temperatures[b]) if is_noisy else 1.0
+        best, second, high, low = REFUSED, REFUSED, -np.inf, -np.inf
+        for i in range(len(listed)):
+            value = logits[b, i] / divisor
+            if not np.isfinite(value):
+                best, second = REFUSED, REFUSED
+                break
+            if is_noisy:
+                uniform = uniform_of(row_key, listed[i])
+                if 1.0 - uniform >= math.exp(value - low):  # -log(u) is larger still: it cannot reach the second
+                    continue
+                value -= math.log(-math.log(uniform))
+            if value > high:
+                best, second, high, low = listed[i], best, value, high
+            elif value > low:
+                second, low = listed[i], value
+        tokens[b, BEST], tokens[b, SECOND], margins[b] = best, second, high - low if second != REFUSED else np.inf
+
+
+def merge_chains(
+    trees: DraftTrees, owners: Array, tokens: Int32Array, chances: Float32Array, max_nodes: Array, min_score: float
+) -> DraftTrees:
+    """Add the guesses of a head to the trees of a drafter, each tree's nodes in order of falling score again.
+
+    A path that both have is accepted with the chance 1 - (1 - a)(1 - b).
+
+    Args:
+        trees: Of B sequences.
+        owners: [C], ascending: the trees of the sequences with guesses.
+        tokens: [C, K, 2], of `draft_chains`.
+        chances: [C, K, 2]: the chance that the guess is accepted, and so are all above it.
+        max_nodes: [B], largest number of nodes; the lowest scores are left out.
+        min_score: Smallest score of a node that is added.
+    """
+    if not len(owners):
+        return trees
+    room = trees.num_nodes + tokens.size
+    token_ids, parents = np.empty(room, np.int32), np.empty(room, np.int32)
+    scores, offsets = np.empty(room, np.float32), np.zeros(len(trees) + 1, np.int64)
+    given = trees.token_ids, trees.parents, trees.scores, trees.offsets
+    _merge(given, owners, tokens, chances, max_nodes, min_score, (token_ids, parents, scores, offsets))
+    num = offsets[-1]
+    return DraftTrees(token_ids=token_ids[:num], parents=parents[:num], scores=scores[:num], offsets=offsets)
+
+
+@numba.njit(cache=True, nogil=True)
+def _merge(
+    trees: tuple[Array, Array, Array, Array],
+    owners: Array,
+    tokens: Array,
+    chances: Array,
+    max_nodes: Array,
+    min_score: float,
+    merged: tuple[Array, Array, Array, Array],
+) -> None:
+    given_tokens, given_parents, given_scores, given_offsets = trees
+    out_tokens, out_parents, out_scores, out_offsets = merged
+    chain = 0
+    for b in range(len(max_nodes)):
+        begin, end = given_offsets[b], given_offsets[b + 1]
+        num, start = end - begin, out_offsets[b]
+        out_tokens[start : start + num] = given_tokens[begin:end]
+        out_parents[start : start + num] = given_parents[begin:end]
+        out_scores[start : start + num] = given_scores[begin:end]
+        if chain == len(owners) or owners[chain] != b:
+            out_offsets[b + 1] = start + num
+            continue
+        above = ROOT
+        for depth in range(tokens.shape[1]):
+            parent = above
+            for kind in (SECOND, BEST):
+                token, chance = tokens[chain, depth, kind], chances[chain, depth, kind]
+                if token == REFUSED or chance < min_score:
+                    continue
+                node = 0
+                while node < num and (out_parents[start + node] != parent or out_tokens[start + node] != token):
+                    node += 1
+                if node == num:
+                    out_tokens[start + num], out_parents[start + num], out_scores[start + num] = token, parent, chance
+                    num += 1
+                else:
+                    out_scores[start + node] = 1 - (1 - out_scores[start + node]) * (1 - chance)
+                if kind == BEST:
+                    above = node
+            if above == parent:
+                break
+        chain += 1
+        # Parents come before their children: no score is above the parent's, and the sort is stable.
+        order = np.argsort(-out_scores[start : start + num], kind="mergesort")
+        place = np.argsort(order)
+        for array in (out_tokens, out_parents):
+            array[start : start + num] = array[start : start + num][order]
+        out_scores[start : start + num] = out_scores[start : start + num][order]
+        for node in range(start, start + num):
+            if out_parents[node] != ROOT:
+                out_parents[node] = place[out_parents[node]]
+        out_offsets[b + 1] = start + min(num, max_nodes[b])

@@ -1,0 +1,193 @@
+"""The drafts of a draft head in an engine: for which sequences it runs, and how likely its guesses are accepted.
+
+A guess is as likely to be accepted as others were whose best and second best token were as far apart: a table of
+margins for each depth, learned from the tokens that followed, for each purpose. The head runs for a sequence while it
+promises more tokens than the drafter's tree, by more than its own time is worth. None of it changes a token.
+"""
+
+import time
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead, draft_chains, merge_chains
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.batch import Batch
+from srtrl.engine.rows import Int64Array
+from srtrl.engine.runner import Runner
+from srtrl.engine.stats import DRAFTER, HEAD, EngineStats
+from srtrl.engine.verify import RUNNING, Verified
+from srtrl.model.transformer import Transformer
+
+Array = npt.NDArray[Any]
+
+NUM_BINS, BIN_NATS = 16, 0.25
+"""Of margins; the last bin has no end."""
+FIRST_CHANCES, FIRST_WEIGHT = (0.3, 0.1), 4.0
+"""Of the best and the second best token, and the tokens that this counts as."""
+MAX_TOKENS = 1000.0
+"""With more, old tokens lose half of their weight: policy and head move."""
+PROBE_EVERY = 16
+"""One step in this many it runs for all sequences, so that what it promises stays current."""
+NO_ROW = -1
+HITS, TRIALS = 0, 1
+
+
+class HeadDrafts:
+    """The head's drafts for the slots of one engine."""
+
+    def __init__(self, head: DraftHead, policy: Transformer, *, k: int, num_slots: int) -> None:
+        """`k`: tokens that are guessed in a row."""
+        self.head = head
+        self.k = k
+        self._policy = policy
+        self.tables: dict[str, Array] = {}
+        """By purpose, [k, 2, NUM_BINS, 2]: accepted and tried, of the best and the second best token."""
+        self._promised: dict[str, float] = {}
+        """By purpose, the number of tokens that a draft of the head promises."""
+        self._purpose = ""
+        self._rows = np.full(num_slots, NO_ROW)
+        """[slots], the row of the last step that gave the slot's last token."""
+        self._expected = np.zeros(num_slots)
+        """[slots], tokens that the drafter's last tree promised."""
+        self._seconds = 0.0
+        """Of a draft of one sequence."""
+        self._num_steps = 0
+        self._slots: Int64Array = np.empty(0, np.int64)
+        """[C], of the sequences that it has drafted for in this step; `_bins` [C, k] and `_tokens` belong to them."""
+        self._trees = DraftTrees.empty(0)
+        head.refresh(policy)
+
+    def begin_rollout(self, purpose: str) -> None:
+        """The next steps are of a new rollout."""
+        self._purpose = purpose
+        self.tables.setdefault(purpose, np.zeros((self.k, 2, NUM_BINS, 2)))
+        self._promised.setdefault(purpose, float(self.k))
+
+    def start(self, slots: Int64Array) -> None:
+        """Samples have got their slots: no hidden state of them is known until a step has sampled a token."""
+        self._rows[slots], self._expected[slots] = NO_ROW, 0.0
+
+    def weights_changed(self) -> None:
+        """Policy and head have learned."""
+        self.head.refresh(self._policy)
+        self._rows[:] = NO_ROW
+
+    def draft(self, runner: Runner, batch: Batch, slots: Int64Array, room: Array, seconds_per_token: float) -> None:
+        """Draft for those of `slots` [B] for which it pays.
+
+        Args:
+            runner: It has the hidden states of the last step.
+            batch: Its samples.
+            slots: Those that the coming step decodes.
+            room: [B], their largest numbers of draft nodes.
+            seconds_per_token: Time in which a step without drafts gives a token.
+        """
+        started = time.perf_counter()
+        self._num_steps += 1
+        threshold = self._promised[self._purpose] - self._seconds / seconds_per_token
+        pays = (self._expected[slots] < threshold) | (self._num_steps % PROBE_EVERY == 0)
+        self._owners = np.flatnonzero((self._rows[slots] != NO_ROW) & (room > 0) & pays)
+        self._slots = slots = slots[self._owners]
+        if not len(slots):
+            return
+        positions = batch.num_tokens[slots]
+        self._tokens, margins = draft_chains(
+            self.head,
+            runner.hidden[torch.from_numpy(self._rows[slots])],
+            batch.token_ids[slots, positions - 1],
+            batch.temperatures[slots],
+            batch.rng_keys[slots],
+            positions - batch.num_prompt_tokens[slots],
+            k=self.k,
+        )
+        self._bins = np.minimum(margins / BIN_NATS, NUM_BINS - 1).astype(np.int64)
+        self._chances = np.empty(self._tokens.shape, np.float32)
+        _fill_chances(self.tables[self._purpose], self._bins, self._tokens, self._chances)
+        promised = self._promised[self._purpose]
+        self._promised[self._purpose] += 0.1 * (float(self._chances.sum()) / len(slots) - promised)
+        self._last_seconds = time.perf_counter() - started
+        self._seconds += 0.1 * (self._last_seconds / len(slots) - self._seconds)
+
+    def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
+        """Add the drafts to the drafter's trees for `slots` [B], of at most `max_nodes` [B] nodes each."""
+        self._trees = trees
+        sums = np.concatenate([[0.0], trees.scores.cumsum(dtype=np.float64)])
+        self._expected[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
+        if not len(self._slots):
+            return trees
+        return merge_chains(trees, self._owners, self._tokens, self._chances, max_nodes, min_score)
+
+    def observe(self, trees: DraftTrees, verified: Verified, stats: EngineStats) -> None:
+        """Learn from the tokens that followed the drafts, count them, and note where the next ones begin."""
+        num_new, offsets = verified.num_new, verified.offsets
+        last = np.full(len(num_new), ROOT)
+        has_path = num_new > 1
+        last[has_path] = verified.nodes[offsets[1:][has_path] - 2]
+        rows = trees.offsets[:-1] + np.arange(len(num_new)) + 1 + last
+        self._rows[:] = NO_ROW
+        self._rows[verified.slots] = np.where(verified.finish == RUNNING, rows, NO_ROW)
+        proposed, self._trees = self._trees, DraftTrees.empty(0)
+        arrays = proposed.token_ids, proposed.parents, proposed.offsets
+        _count_drafter(arrays, verified.token_ids, offsets, stats.accepted_by_source[DRAFTER])
+        if len(self._slots):
+            chains = self._owners, self._tokens, self._bins
+            table = self.tables[self._purpose]
+            _learn(chains, verified.token_ids, offsets, table, stats.accepted_by_source[HEAD])
+            stats.num_head_steps += 1
+            stats.head_seconds += self._last_seconds
+            self._slots = self._slots[:0]
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill_chances(table: Array, bins: Array, tokens: Array, chances: Array) -> None:
+    """The chance that each guess, and all above it, is accepted, [C, K, 2]; 0 where it is refused."""
+    for c in range(len(bins)):
+        above = 1.0
+        for depth in range(bins.shape[1]):
+            for kind in range(2):
+                hits, trials = table[depth, kind, bins[c, depth]]
+                chance = (hits + FIRST_WEIGHT * FIRST_CHANCES[kind]) / (trials + FIRST_WEIGHT)
+                chances[c, depth, kind] = above * chance if tokens[c, depth, kind] != REFUSED else 0.0
+            above = chances[c, depth, BEST]
+
+
+@numba.njit(cache=True, nogil=True)
+def _learn(chains: tuple[Array, Array, Array], new_tokens: Array, offsets: Array, table: Array, counts: Array) -> None:
+    """Count guesses that came true, as far as the tokens are known; `counts` has those of each depth."""
+    owners, tokens, bins = chains
+    for c in range(len(owners)):
+        counts[0] += 1
+        new = new_tokens[offsets[owners[c]] : offsets[owners[c] + 1]]
+        for depth in range(min(len(new), tokens.shape[1])):
+            cells = table[depth, :, bins[c, depth]]
+            if tokens[c, depth, BEST] == REFUSED:
+                break
+            cells[:, TRIALS] += 1
+            is_best, is_second = new[depth] == tokens[c, depth, BEST], new[depth] == tokens[c, depth, SECOND]
+            cells[BEST, HITS] += is_best
+            cells[SECOND, HITS] += is_second
+            if cells[BEST, TRIALS] > MAX_TOKENS:
+                cells /= 2
+            counts[1 + depth] += is_best or is_second
+            if not is_best:
+                break
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_drafter(trees: tuple[Array, Array, Array], new_tokens: Array, offsets: Array, counts: Array) -> None:
+    """Count the trees that the drafter proposed, and by depth those on one of whose paths the tokens are."""
+    token_ids, parents, starts = trees
+    for b in range(len(starts) - 1):
+        counts[0] += starts[b + 1] > starts[b]
+        above, depth = ROOT, 1
+        for node in range(starts[b], starts[b + 1]):  # parents come before their children
+            i = offsets[b] + depth - 1
+            if i == offsets[b + 1] or depth == len(counts):
+                break
+            if parents[node] == above and token_ids[node] == new_tokens[i]:
+                counts[depth] += 1
+                above, depth = node - starts[b], depth + 1
