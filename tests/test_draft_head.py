@@ -1,18 +1,23 @@
 """A draft head changes no token, whatever it guesses: random, untrained, trained, or none that is finite."""
 
-from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engine_property import varied_requests
+from test_turns import converse, turn_requests
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_head import DraftHead
+from srtrl.drafters.draft_head import REFUSED, DraftHead, draft_chains, length_of, merge_chains
+from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
+from srtrl.engine.sampling import make_rng_key, uniform_noise
 from srtrl.model.transformer import Transformer
 
 
@@ -54,3 +59,97 @@ def test_tokens_are_those_without_drafts(
         if spare == 0:
             assert metrics["engine/preemptions"] > 0
     assert (accepted > 0) == (kind in ("untrained", "random"))
+
+
+def test_turns_are_those_without_drafts(plain: tuple[Transformer, Completions]) -> None:
+    policy, _ = plain
+    truth = converse(Engine(policy, options(slots=1), tokenizer=Letters()), turn_requests(max_new_tokens=44))
+    for slots, delays in ((16, None), (5, np.random.default_rng(0))):
+        chosen = options(slots=slots, num_pages=70, draft_budget=8, max_draft_nodes=8)
+        head = make_head(policy, "random")
+        engine = Engine(policy, chosen, tokenizer=Letters(), drafter=SrtDrafter(), draft_head=head)
+        assert outputs(converse(engine, turn_requests(max_new_tokens=44), delays)) == outputs(truth)
+        assert engine.take_metrics()["engine/head_acceptance_depth_1"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_guesses_are_the_two_best_listed_tokens_under_the_noise(temperature: float) -> None:
+    policy, num = tiny_policy(), 7
+    head = make_head(policy, "random")
+    head.count(np.repeat(np.arange(61), np.arange(61) % 7))
+    head.refresh(policy)
+    hidden = torch.randn(num, policy.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    tokens = np.arange(num, dtype=np.int32)
+    keys = np.array([make_rng_key(0, "train", 0, index) for index in range(num)], np.uint64)
+    temperatures, positions = np.full(num, temperature, np.float32), np.arange(num)
+    found, margins = draft_chains(head, hidden, tokens, temperatures, keys, positions, k=3)
+    length = length_of(hidden)
+    state, last = hidden / length, torch.from_numpy(tokens).long()
+    for depth in range(3):
+        state = head(state, last)
+        logits = torch.full((num, 61), -torch.inf).index_copy(1, head.token_ids, head.logits(state, length))
+        logits = logits.detach().double() / (temperature or 1.0)
+        if temperature:
+            signed = torch.from_numpy(keys.view(np.int64))
+            noise = uniform_noise(signed, torch.from_numpy(positions + depth), 61)
+            logits = logits - torch.log(-torch.log(noise))
+        top = logits.topk(2)
+        assert found[:, depth].tolist() == top.indices.tolist()
+        np.testing.assert_allclose(margins[:, depth], top.values[:, 0] - top.values[:, 1], rtol=1e-4, atol=1e-4)
+        last = top.indices[:, 0]
+    unlisted = {token for token in range(61) if token % 7 == 0}
+    assert len(unlisted & set(head.token_ids.tolist())) == 0
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """The tokens from the root to each node, and its score."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*paths[parent], token) if parent != ROOT else (token,))
+    return dict(zip(paths, tree.scores.tolist(), strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_merged_trees_have_the_paths_of_both(data: st.DataObject) -> None:
+    random = np.random.default_rng(data.draw(st.integers(0, 10**6), "seed"))
+    trees, num_trees = [], 5
+    for _ in range(num_trees):
+        nodes: list[tuple[float, int, int]] = []  # score, parent, token
+        for _ in range(random.integers(0, 9)):
+            parent = int(random.integers(ROOT, len(nodes)))
+            token, above = int(random.integers(0, 4)), nodes[parent][0] if parent != ROOT else 1.0
+            if (parent, token) not in [node[1:] for node in nodes]:
+                nodes.append((above * random.choice([0.5, 0.9, 1.0]), parent, token))
+        order = sorted(range(len(nodes)), key=lambda node: -nodes[node][0])
+        sorted_nodes = [nodes[node] for node in order]
+        trees.append(
+            DraftTree(
+                token_ids=np.array([token for *_, token in sorted_nodes], np.int32),
+                parents=np.array([ROOT if p == ROOT else order.index(p) for _, p, _ in sorted_nodes], np.int32),
+                scores=np.array([score for score, *_ in sorted_nodes], np.float32),
+            )
+        )
+    owners = np.flatnonzero(random.random(num_trees) < 0.7)
+    tokens = random.permuted(np.tile(np.arange(4, dtype=np.int32), (len(owners), 3, 1)), axis=-1)[..., :2].copy()
+    tokens[random.random(len(owners)) < 0.2, 1:] = REFUSED
+    steps = random.choice([0.2, 0.5, 1.0], (len(owners), 3, 2)).astype(np.float32)
+    above = np.concatenate([np.ones((len(owners), 1)), steps[:, :-1, 0].cumprod(1)], 1)
+    chances = (steps * above[..., None]).astype(np.float32) * (tokens != REFUSED)
+    rooms = random.integers(8, 16, num_trees)
+    merged = merge_chains(DraftTrees.of(trees), owners, tokens, chances, rooms, 0.0)
+    check_trees(merged, rooms, 4, "the merge")
+    for b in range(num_trees):
+        assert (np.diff(merged[b].scores) <= 0).all()
+        expected = paths_of(trees[b])
+        for c in np.flatnonzero(owners == b):
+            for depth, kind in product(range(3), range(2)):
+                if tokens[c, depth, kind] != REFUSED:
+                    path = (*tokens[c, :depth, 0].tolist(), int(tokens[c, depth, kind]))
+                    chance = float(chances[c, depth, kind])
+                    expected[path] = 1 - (1 - expected.get(path, 0.0)) * (1 - chance)
+        found = paths_of(merged[b])
+        assert found == pytest.approx({path: expected[path] for path in found}, abs=1e-6)
+        left_out = sorted(score for path, score in expected.items() if path not in found)
+        assert len(found) == min(len(expected), rooms[b])
+        assert not left_out or left_out[-1] <= min(found.values()) + 1e-6

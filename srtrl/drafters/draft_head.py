@@ -182,63 +182,75 @@ def merge_chains(
     if not len(owners):
         return trees
     room = trees.num_nodes + tokens.size
-    token_ids, parents = np.empty(room, np.int32), np.empty(room, np.int32)
-    scores, offsets = np.empty(room, np.float32), np.zeros(len(trees) + 1, np.int64)
-    given = trees.token_ids, trees.parents, trees.scores, trees.offsets
-    _merge(given, owners, tokens, chances, max_nodes, min_score, (token_ids, parents, scores, offsets))
-    num = offsets[-1]
-    return DraftTrees(token_ids=token_ids[:num], parents=parents[:num], scores=scores[:num], offsets=offsets)
+    nodes = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.float32)
+    offsets = np.zeros(len(trees) + 1, np.int64)
+    given = trees.token_ids, trees.parents, trees.scores
+    _merge(given, trees.offsets, owners, tokens, chances, max_nodes, min_score, nodes, offsets)
+    token_ids, parents, scores = (array[: offsets[-1]] for array in nodes)
+    return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
 
 
 @numba.njit(cache=True, nogil=True)
 def _merge(
-    trees: tuple[Array, Array, Array, Array],
+    given: tuple[Array, Array, Array],
+    given_offsets: Array,
     owners: Array,
     tokens: Array,
     chances: Array,
     max_nodes: Array,
     min_score: float,
-    merged: tuple[Array, Array, Array, Array],
+    nodes: tuple[Array, Array, Array],
+    offsets: Array,
 ) -> None:
-    given_tokens, given_parents, given_scores, given_offsets = trees
-    out_tokens, out_parents, out_scores, out_offsets = merged
+    """Fill `nodes` (tokens, parents, scores) and `offsets`; see `merge_chains`."""
+    given_tokens, given_parents, given_scores = given
     chain = 0
     for b in range(len(max_nodes)):
-        begin, end = given_offsets[b], given_offsets[b + 1]
-        num, start = end - begin, out_offsets[b]
-        out_tokens[start : start + num] = given_tokens[begin:end]
-        out_parents[start : start + num] = given_parents[begin:end]
-        out_scores[start : start + num] = given_scores[begin:end]
-        if chain == len(owners) or owners[chain] != b:
-            out_offsets[b + 1] = start + num
-            continue
-        above = ROOT
-        for depth in range(tokens.shape[1]):
-            parent = above
-            for kind in (SECOND, BEST):
-                token, chance = tokens[chain, depth, kind], chances[chain, depth, kind]
-                if token == REFUSED or chance < min_score:
-                    continue
-                node = 0
-                while node < num and (out_parents[start + node] != parent or out_tokens[start + node] != token):
-                    node += 1
-                if node == num:
-                    out_tokens[start + num], out_parents[start + num], out_scores[start + num] = token, parent, chance
-                    num += 1
-                else:
-                    out_scores[start + node] = 1 - (1 - out_scores[start + node]) * (1 - chance)
-                if kind == BEST:
-                    above = node
-            if above == parent:
-                break
-        chain += 1
-        # Parents come before their children: no score is above the parent's, and the sort is stable.
-        order = np.argsort(-out_scores[start : start + num], kind="mergesort")
-        place = np.argsort(order)
-        for array in (out_tokens, out_parents):
-            array[start : start + num] = array[start : start + num][order]
-        out_scores[start : start + num] = out_scores[start : start + num][order]
-        for node in range(start, start + num):
-            if out_parents[node] != ROOT:
-                out_parents[node] = place[out_parents[node]]
-        out_offsets[b + 1] = start + min(num, max_nodes[b])
+        begin, end, start = given_offsets[b], given_offsets[b + 1], offsets[b]
+        num = end - begin
+        token_ids, parents, scores = nodes[0][start:], nodes[1][start:], nodes[2][start:]
+        token_ids[:num], parents[:num] = given_tokens[begin:end], given_parents[begin:end]
+        scores[:num] = given_scores[begin:end]
+        if chain < len(owners) and owners[chain] == b:
+            num = _add_chain(token_ids, parents, scores, num, tokens[chain], chances[chain], min_score)
+            _sort_nodes(token_ids[:num], parents[:num], scores[:num])
+            chain += 1
+        offsets[b + 1] = start + min(num, max_nodes[b])
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_chain(
+    token_ids: Array, parents: Array, scores: Array, num: int, tokens: Array, chances: Array, min_score: float
+) -> int:
+    """Add the guesses [K, 2] for one sequence to its tree of `num` nodes; returns their number then."""
+    above = ROOT
+    for depth in range(len(tokens)):
+        parent = above
+        for kind in (SECOND, BEST):
+            token, chance = tokens[depth, kind], chances[depth, kind]
+            if token == REFUSED or chance < min_score:
+                continue
+            node = 0
+            while node < num and (parents[node] != parent or token_ids[node] != token):
+                node += 1
+            if node == num:
+                token_ids[node], parents[node], scores[node] = token, parent, chance
+                num += 1
+            else:
+                scores[node] = 1 - (1 - scores[node]) * (1 - chance)
+            if kind == BEST:
+                above = node
+        if above == parent:
+            break
+    return num
+
+
+@numba.njit(cache=True, nogil=True)
+def _sort_nodes(token_ids: Array, parents: Array, scores: Array) -> None:
+    """Sort a tree's nodes by score; parents stay before their children, whose scores are no higher."""
+    order = np.argsort(-scores, kind="mergesort")
+    places = np.argsort(order)
+    token_ids[:], scores[:], parents[:] = token_ids[order], scores[order], parents[order]
+    for node in range(len(parents)):
+        if parents[node] != ROOT:
+            parents[node] = places[parents[node]]

@@ -285,7 +285,7 @@ class DraftControl:
         return 0.0 if self.fixed is not None else self._of_class(num_sequences).score_floor
 
     def seconds_per_token(self, num_sequences: int) -> float:
-        """Time in which a step of this many sequences without drafts gives a token; without end where it is not measured."""
+        """Time in which a step of this many sequences without drafts gives a token; infinite where none is measured."""
         is_measured = self.fixed is None and self.cost.is_known and not self.cost.is_fixed
         return self.cost.seconds(num_sequences) / num_sequences if is_measured else float("inf")
 

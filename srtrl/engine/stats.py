@@ -140,9 +140,8 @@ class EngineStats:
         if self.num_head_steps:
             metrics["engine/head_steps_share"] = self.num_head_steps / self.num_steps
             metrics["engine/head_seconds"] = self.head_seconds / num_ranks
-            for source, (num_drafts, *counts) in zip(
-                ("head", "drafter"), self.accepted_by_source.tolist(), strict=True
-            ):
+            for source, row in (("head", HEAD), ("drafter", DRAFTER)):
+                num_drafts, *counts = self.accepted_by_source[row].tolist()
                 for depth, count in enumerate(counts, 1):
                     metrics[f"engine/{source}_acceptance_depth_{depth}"] = count / max(num_drafts, 1)
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))

@@ -66,6 +66,19 @@ class EnvironmentSection(Section):
     """Of a longer observation the middle is left out."""
 
 
+class DraftHeadSection(Section):
+    """A small net that drafts from the policy's last hidden state, and learns in the update (docs/speculation.md)."""
+
+    k: int = Field(default=3, ge=1, le=8)
+    """Tokens that it guesses in a row."""
+    vocabulary: int = Field(default=16384, ge=2)
+    """Maximum number of tokens that it can guess: those that are most frequent in prompts and responses."""
+    hidden: int | None = Field(default=None, ge=1)
+    """Width of its MLP; by default 8/3 of the policy's width."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Learning rate of its own AdamW."""
+
+
 class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
@@ -109,6 +122,8 @@ class RolloutSection(Section):
     """A drafter in `srtrl/drafters/` (`none` drafts nothing), or `package.module:Class` of your own."""
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
+    draft_head: DraftHeadSection | None = None
+    """Guess tokens also where texts have no history; by default there is none. On a CPU only."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
     slots: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_WIDTH)] = "auto"

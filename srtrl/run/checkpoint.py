@@ -50,6 +50,8 @@ OPTIMIZER = "optimizer"
 ADAPTER_FOLDER = "adapter"
 CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer"
+DRAFT_HEAD = "draft_head"
+"""A draft head's weights, optimizer and counts of tokens."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 CHANGED = (
@@ -165,7 +167,8 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{manifest} cannot be read ({type(error).__name__}: {error})"
     if policy_only:
-        files = {name: entry for name, entry in files.items() if not name.startswith((OPTIMIZER, CRITIC_FOLDER))}
+        training = (OPTIMIZER, CRITIC_FOLDER, DRAFT_HEAD)
+        files = {name: entry for name, entry in files.items() if not name.startswith(training)}
     elif not log.is_file() or _entry(log, rows["size"]) != rows:
         return f"{log} has not all rows as {manifest} lists them"
     damaged = (name for name in files if not (checkpoint / name).is_file() or _entry(checkpoint / name) != files[name])
@@ -258,7 +261,7 @@ def save_checkpoint(
         folder: The run's `checkpoints`.
         state: The trainer's.
         model: The policy.
-        tensors: The state of each optimizer by the name of its folder, `OPTIMIZER` or `CRITIC_OPTIMIZER`.
+        tensors: The state of each optimizer by the name of its folder, `OPTIMIZER` or `CRITIC_OPTIMIZER`; `DRAFT_HEAD`.
         tokenizer: Saved with the policy.
         end_ids: Token ids that end a response.
         drafter: It saves its rollouts.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
+from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
@@ -23,6 +24,7 @@ from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic, ValueObjective
+from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.types import SamplingParams
@@ -167,6 +169,21 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
 
 
+def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
+    """The draft head with a fresh optimizer, or None where the recipe has none.
+
+    Raises:
+        ValueError: the policy is on a CUDA device.
+    """
+    section = recipe.rollout.draft_head
+    if section is None:
+        return None
+    if policy.device.type == "cuda":
+        raise ValueError("rollout.draft_head: runs on a CPU only so far; leave it out, or use device=cpu")
+    head = DraftHead(policy, vocabulary=section.vocabulary, hidden=section.hidden, seed=recipe.seed)
+    return DraftHeadLearner(head, policy, recipe)
+
+
 def build_engine(
     recipe: Recipe,
     model: Transformer,
@@ -174,6 +191,7 @@ def build_engine(
     *,
     num_samples: int | None = None,
     reserved_bytes: int = 0,
+    draft_head: DraftHead | None = None,
 ) -> Engine:
     """The decoder, on the weights of `model`.
 
@@ -185,6 +203,7 @@ def build_engine(
         tokenizer: For stop strings.
         num_samples: Of one rollout, at most; by default those of a training step.
         reserved_bytes: Memory left for what the update will take beside its activations.
+        draft_head: Of `rollout.draft_head`.
     """
     rollout = recipe.rollout
     options = EngineOptions(
@@ -197,9 +216,10 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
+        draft_head_tokens=rollout.draft_head.k if rollout.draft_head else 0,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
-    return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe))
+    return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe), draft_head=draft_head)
 
 
 def number_of_slots(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import declared, resolve_part
 from srtrl.rollout.packing import PackedBatch
+from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import TrainSequence
 
@@ -85,6 +87,8 @@ class PolicyObjective(Objective):
         self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator)
         self.difference: dict[str, float] = {}
         """`logprob_difference/*` of the present step, once the log-probs are compared."""
+        self.draft_head: DraftHeadLearner | None = None
+        """Learns in the same passes, if there is one."""
         self._first_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, until they are compared
 
     def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -94,7 +98,11 @@ class PolicyObjective(Objective):
         expectations over the decoder's samples: they measure the policy as it is.
         """
         algorithm = self.recipe.algorithm
-        logprobs, entropy = response_logprobs(self.model, packed, self.recipe.rollout.temperature)  # [R] each
+        learn = None
+        if (draft_head := self.draft_head) is not None:
+            learn = partial(draft_head.add_gradients, packed=packed, num_tokens=sequence_lengths.sum())
+        temperature = self.recipe.rollout.temperature
+        logprobs, entropy = response_logprobs(self.model, packed, temperature, learn)  # [R] each
         if not self.difference:
             self._first_logprobs[packed.first_sequence] = logprobs.detach()
         old_logprobs = packed.rollout_logprobs if packed.old_logprobs is None else packed.old_logprobs
@@ -141,6 +149,8 @@ class PolicyObjective(Objective):
             logprobs = np.concatenate(context.ranks.join(mine, f"the log-probs of {place}"))
             limit = context.recipe.train.max_logprob_difference
             self.difference = logprob_difference(sequences, logprobs, limit=limit, where=place)
+        if self.draft_head is not None:
+            self.draft_head.step(context.ranks, place)
 
     def needs_pass(self, sequence: TrainSequence) -> bool:
         """Whether a pass over a sequence can give a gradient.
@@ -154,10 +164,17 @@ class PolicyObjective(Objective):
         return has_other_terms or bool(sequence.advantages.any())
 
 
-def response_logprobs(model: Transformer, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable."""
+def response_logprobs(
+    model: Transformer, packed: PackedBatch, temperature: float, learn: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable.
+
+    `learn` gets the hidden states [R, D], detached.
+    """
     plan = PackedPlan(packed.lengths, packed.token_ids.device)
     hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
+    if learn is not None:
+        learn(hidden.detach())
     return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
 
 

@@ -21,6 +21,7 @@ from srtrl.ranks.sharding import resharded, unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,
+    DRAFT_HEAD,
     OPTIMIZER,
     TrainerState,
     checkpoint_to_resume,
@@ -163,7 +164,15 @@ class Trainer:
         with ranks.synchronized(decoder), explain_out_of_memory(decoder):
             # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
             reserved_bytes = max(map(gradient_bytes, self.optimizers.values()))  # one model after the other learns
-            self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes)
+            head = None
+            if self.draft_head is not None:
+                head = self.draft_head.head
+                reserved_bytes += gradient_bytes(self.draft_head.optimizer)
+                for prompt in self.task.train_prompts:
+                    head.count(np.array(prompt.token_ids))
+            self.engine = build.build_engine(
+                recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes, draft_head=head
+            )
             self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
             self.rollout_context = RolloutContext(
                 recipe=recipe,
@@ -212,6 +221,7 @@ class Trainer:
         self.reference = build.build_reference(recipe, self.policy, device, self.ranks)
         is_used = has_lora or self.reference is not None
         self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
+        self.draft_head = self.objective.draft_head = build.build_draft_head(recipe, self.policy)
         self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
         self.optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: self.optimizer}
         """By the name of their folder in a checkpoint."""
@@ -283,6 +293,9 @@ class Trainer:
         """Take back a checkpoint, whose weights are loaded: the optimizers, the drafter's rollouts and `state`."""
         for name, optimizer in self.optimizers.items():
             load_state(optimizer, self.policy.dtype, checkpoint, name)
+        if self.draft_head is not None and self.engine.head_drafts is not None:
+            self.draft_head.load(checkpoint)
+            self.engine.head_drafts.weights_changed()
         self.engine.drafter.load(checkpoint)
         state = read_state(checkpoint)
         self.step = state.step
@@ -411,14 +424,15 @@ class Trainer:
         adapter = None
         if isinstance(self.optimizer, LoraAdamW):
             adapter = self.optimizer.adapter(base_name(self.recipe.model.path))
+        tensors = {name: state_tensors(optimizer, self.policy.dtype) for name, optimizer in self.optimizers.items()}
+        if self.draft_head is not None:
+            tensors[DRAFT_HEAD] = self.draft_head.tensors()
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
                 self.state(),
                 model=self.policy,
-                tensors={
-                    name: state_tensors(optimizer, self.policy.dtype) for name, optimizer in self.optimizers.items()
-                },
+                tensors=tensors,
                 critic=None if self.critic is None else self.critic.model,
                 adapter=adapter,
                 tokenizer=self.tokenizer,

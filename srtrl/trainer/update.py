@@ -57,7 +57,7 @@ def update_policy(
         `loss` and `grad_norm` (before clipping): means over optimizer steps; `learning_rate`: the last one's.
         `entropy`, `kl/ref` and the metrics of loss function and importance weights: means over all response tokens of
         all mini-batches, without the samples that need no pass. `logprob_difference/mean`, `/max`, `/kl`;
-        `tokens/update`, prompts included, in all epochs.
+        `tokens/update`, prompts included, in all epochs. `draft_head/loss` and `draft_head/grad_norm`.
 
     Raises:
         NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step.
@@ -72,6 +72,8 @@ def update_policy(
         limit, where = recipe.train.max_logprob_difference, f"step {context.step}"
         objective.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
     metrics = run_optimizer_steps(objective, optimizer, sequences, context, recipe.policy_updates)
+    if objective.draft_head is not None:
+        metrics |= objective.draft_head.end_update(sequences)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences if objective.needs_pass(sequence))
     return {**metrics, **objective.difference, "tokens/update": recipe.train.num_epochs * num_tokens}
 
