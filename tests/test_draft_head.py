@@ -23,7 +23,7 @@ from srtrl.model.transformer import Transformer
 
 def make_head(policy: Transformer, kind: str) -> DraftHead:
     """An untrained head, or one with weights that no training gives; it lists 50 of 61 tokens."""
-    head = DraftHead(policy, vocabulary=50, hidden=24, seed=0)
+    head = DraftHead(policy, policy.dtype, vocabulary=50, hidden=24, seed=0)
     with torch.no_grad():
         if kind == "random":
             head.down.normal_(generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def test_guesses_are_the_two_best_listed_tokens_under_the_noise(temperature: flo
     length = length_of(hidden)
     state, last = hidden / length, torch.from_numpy(tokens).long()
     for depth in range(3):
-        state = head(state, last)
+        state = head(state, head.embed(last))
         logits = torch.full((num, 61), -torch.inf).index_copy(1, head.token_ids, head.logits(state, length))
         logits = logits.detach().double() / (temperature or 1.0)
         if temperature:

@@ -36,11 +36,14 @@ EPS = 1e-6
 class DraftHead(nn.Module):
     """The head's own weights, and its views of the policy's: these are frozen, and follow each update."""
 
-    def __init__(self, policy: Transformer, *, vocabulary: int, hidden: int | None, seed: int) -> None:
+    def __init__(
+        self, policy: Transformer, dtype: torch.dtype, *, vocabulary: int, hidden: int | None, seed: int
+    ) -> None:
         """A fresh head, which predicts what s(0) predicts at every depth.
 
         Args:
             policy: Its weights are not read yet: `refresh` must follow.
+            dtype: Of the policy's hidden states.
             vocabulary: Maximum number of listed tokens.
             hidden: I; by default 8/3 of D.
             seed: Of the weights.
@@ -51,12 +54,12 @@ class DraftHead(nn.Module):
 
         def matrix(rows: int, columns: int) -> nn.Parameter:
             weights = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)  # on the CPU: for any device
-            return nn.Parameter(weights.to(dtype=policy.dtype, device=policy.device))
+            return nn.Parameter(weights.to(dtype=dtype, device=policy.device))
 
         self.fc = matrix(width, 2 * width)
         self.gate_up = matrix(2 * hidden, width)
         self.down = nn.Parameter(torch.zeros_like(matrix(width, hidden)))
-        self.norm = nn.Parameter(torch.ones(width, dtype=policy.dtype, device=policy.device))
+        self.norm = nn.Parameter(torch.ones(width, dtype=dtype, device=policy.device))
         self.counts = torch.zeros(policy.config.vocab_size, dtype=torch.int64)
         """[V], how often each token came in prompts and responses; on the CPU."""
         self.num_listed = min(vocabulary, policy.config.vocab_size)
@@ -78,10 +81,12 @@ class DraftHead(nn.Module):
         self.embedding = policy.embedding.detach()  # [V, D]
         self.output = policy.head_weight.detach()[self.token_ids]  # [L, D]
 
-    def forward(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """s(i) / |s(0)| and the tokens after it -> s(i + 1) / |s(0)|, [B, D] each; |s| is the root mean square."""
-        unit = torch.ones_like(self.norm)
-        embedded = rms_norm(functional.embedding(token_ids, self.embedding), unit, EPS)
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Normalised embeddings of `token_ids` [B]: [B, D]."""
+        return functional.rms_norm(functional.embedding(token_ids, self.embedding), self.norm.shape, None, EPS)
+
+    def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """s(i) / |s(0)| and the token after it -> s(i + 1) / |s(0)|, [B, D] each; |s| is the root mean square."""
         gate, up = functional.linear(
             functional.linear(torch.cat((state, embedded), dim=-1), self.fc), self.gate_up
         ).chunk(2, dim=-1)
@@ -128,7 +133,7 @@ def draft_chains(
     length = length_of(hidden)
     state, last, listed = hidden / length, torch.from_numpy(token_ids).long(), head.token_ids.numpy()
     for depth in range(k):
-        state = head(state, last)
+        state = head(state, head.embed(last))
         logits = head.logits(state, length).float().numpy()  # [B, L]
         use_kernel_threads(8 * logits.size)
         _take_best(logits, temperatures, rng_keys, positions + depth, listed, tokens[:, depth], margins[:, depth])

@@ -180,7 +180,8 @@ def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | 
         return None
     if policy.device.type == "cuda":
         raise ValueError("rollout.draft_head: runs on a CPU only so far; leave it out, or use device=cpu")
-    head = DraftHead(policy, vocabulary=section.vocabulary, hidden=section.hidden, seed=recipe.seed)
+    dtype = DTYPES[recipe.model.dtype]
+    head = DraftHead(policy, dtype, vocabulary=section.vocabulary, hidden=section.hidden, seed=recipe.seed)
     return DraftHeadLearner(head, policy, recipe)
 
 

@@ -3,11 +3,12 @@
 From half of the sampled tokens the head is unrolled K tokens, on those that were sampled. At each depth it learns the
 policy's distribution at that token, its most likely tokens alone, by cross-entropy (as SkyRL's MTP heads do). Hidden
 states and the policy's weights are detached and the backward pass is the head's own, so that the policy's gradient has
-the bits that it has without a head. Letters: R response tokens of a micro-batch, D model width, L listed tokens.
+the bits that it has without a head. Letters: R response tokens, D model width.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient
 from srtrl.trainer.passes import sum_gradients
 from srtrl.types import TrainSequence
 
+MAX_TOKENS = 16384
+"""Kept of a mini-batch by each rank: at most 0.3 GB with a width of 4,096 in bfloat16."""
+NUM_STEPS = 8
+"""Of the head's optimizer, for one of the policy's: the head begins with nothing. See docs/LOG.md."""
 STRIDE = 2
 """It is unrolled from one token in this many."""
 NUM_TARGETS = 256
@@ -34,8 +39,23 @@ BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 
 
+class Texts(NamedTuple):
+    """What the head learns from: R response tokens, and what the policy says of them. Nothing is differentiable."""
+
+    hidden: Tensor
+    """[R, D], the final hidden states that they were sampled from."""
+    places: Tensor
+    """[R], where these are: two tokens are of one turn of one sample if they are as far apart as their places."""
+    embedded: Tensor
+    """[R, D], embeddings of the tokens."""
+    targets: Tensor
+    """[R, NUM_TARGETS], probabilities of the policy's most likely listed tokens."""
+    target_ids: Tensor
+    """[R, NUM_TARGETS], their indices in the list."""
+
+
 class DraftHeadLearner:
-    """A head's optimizer, and its gradients between two steps of it."""
+    """A head's optimizer, and what it learns from between two steps of the policy."""
 
     def __init__(self, head: DraftHead, policy: Transformer, recipe: Recipe) -> None:
         """`recipe` has the section `rollout.draft_head`."""
@@ -47,66 +67,85 @@ class DraftHeadLearner:
         self.optimizer = build_optimizer(head, learning_rate=section.learning_rate, weight_decay=0.0, betas=BETAS)
         weights = torch.tensor([DEPTH_DECAY**depth for depth in range(section.k)])
         self.weights: list[float] = (weights / weights.sum()).tolist()
-        self._sums = torch.zeros(2, dtype=torch.float64, device=policy.device)
-        """Loss, and tokens that it was unrolled from, in the present mini-batch."""
-        self._losses: list[Tensor] = []
-        self._norms: list[Tensor] = []
+        self._texts: list[Texts] = []
+        self._figures: list[Tensor] = []
+        """Loss and norm of the gradient, [2], of each step."""
 
-    def add_gradients(self, hidden: Tensor, packed: PackedBatch, num_tokens: Tensor) -> None:
-        """Add the gradients of a micro-batch.
+    @torch.no_grad()
+    def add_texts(self, hidden: Tensor, packed: PackedBatch) -> None:
+        """Keep what a micro-batch teaches, up to `MAX_TOKENS` tokens of a mini-batch.
 
         Args:
-            hidden: The policy's final hidden states, which the response tokens were sampled from, [R, D], detached.
+            hidden: The policy's final hidden states, which the response tokens were sampled from, [R, D].
             packed: The micro-batch.
-            num_tokens: Response tokens of the whole mini-batch, a scalar.
         """
-        if not packed.weight:  # another rank's
+        num_kept = sum(len(texts.hidden) for texts in self._texts)
+        rows = slice(0, min(len(hidden), MAX_TOKENS - num_kept) if packed.weight else 0)  # weight 0: another rank's
+        if not rows.stop:
             return
-        head, last = self.head, len(hidden) - 1
-        head.read(self.policy)  # gathered now, where it is sharded
-        chunk = chunk_tokens(head.num_listed)
-        targets, target_ids = self._targets(hidden, chunk)
-        for rows in torch.arange(0, len(hidden), STRIDE, device=hidden.device).split(chunk):
-            length = length_of(hidden[rows])
-            state, loss = hidden[rows] / length, self._sums.new_zeros((), dtype=targets.dtype)
-            for depth, weight in enumerate(self.weights, 1):
-                state = head(state, packed.target_ids[(rows + depth - 1).clamp(max=last)])
-                after = (rows + depth).clamp(max=last)
-                # Not across what an environment said, and not into the next sample.
-                follows = packed.hidden_index[after] == packed.hidden_index[rows] + depth
-                logprobs = self._tempered(head.logits(state, length)).log_softmax(-1).gather(-1, target_ids[after])
-                loss = loss - weight * ((targets[after] * logprobs).sum(-1) * follows).sum()
-            (loss * STRIDE / num_tokens).backward()  # type: ignore[no-untyped-call]
-            self._sums[0] += loss.detach()
-            self._sums[1] += len(rows)
+        self.head.read(self.policy)  # now, while it is whole: it may be sharded
+        hidden = hidden.detach()[rows]
+        parts = hidden.split(chunk_tokens(self.head.num_listed))
+        size = min(NUM_TARGETS, self.head.num_listed)
+        tops = [self._tempered(functional.linear(part, self.head.output)).topk(size) for part in parts]
+        target_ids, targets = (torch.cat(column) for column in zip(*((t.indices, t.values) for t in tops), strict=True))
+        places = packed.hidden_index[rows] + sum(int(texts.places[-1]) + 2 for texts in self._texts[-1:])
+        targets, target_ids = (
+            torch.cat([top.values.softmax(-1) for top in tops]),
+            torch.cat([top.indices for top in tops]),
+        )
+        self._texts.append(Texts(hidden, places, self.head.embed(packed.target_ids[rows]), targets, target_ids))
 
     def step(self, ranks: Ranks, place: str) -> None:
-        """One step of the head's AdamW; all ranks call it, and take the same one. `place` names it in errors."""
+        """`NUM_STEPS` steps of the head's AdamW; all ranks call it, and take the same ones. `place` names them."""
+        texts = Texts(*map(torch.cat, zip(*self._texts, strict=True))) if self._texts else None
+        self._texts = []
         holders = gradient_holders(self.head, self.optimizer)
-        sum_gradients(self.head, holders, ranks)
-        ranks.sum([self._sums], f"the loss of the draft head, {place}")
-        self._norms.append(torch.nn.utils.clip_grad_norm_(holders, MAX_GRAD_NORM))
-        if all(holder.grad is not None for holder in holders):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._losses.append(self._sums[0] / self._sums[1])
-        self._sums.zero_()
+        for part in range(NUM_STEPS):
+            sums = torch.zeros(2, dtype=torch.float64, device=self.head.norm.device)  # loss, and tokens
+            rows = torch.arange(
+                STRIDE * part, len(texts.hidden) if texts else 0, STRIDE * NUM_STEPS, device=sums.device
+            )
+            if texts is not None and len(rows):
+                loss = self.loss(texts, rows)
+                loss.backward()  # type: ignore[no-untyped-call]
+                sums += torch.stack((loss.detach().double(), sums.new_tensor(len(rows))))
+            sum_gradients(self.head, holders, ranks)
+            ranks.sum([sums], f"the loss of the draft head, {place}")
+            gradients = [holder.grad for holder in holders if holder.grad is not None]
+            if len(gradients) == len(holders):
+                torch._foreach_div_(gradients, sums[1].clamp(min=1).to(gradients[0].dtype))
+                norm = torch.nn.utils.clip_grad_norm_(holders, MAX_GRAD_NORM)
+                self.optimizer.step()
+                self._figures.append(torch.stack((sums[0] / sums[1], norm.double())))
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def loss(self, texts: Texts, rows: Tensor) -> Tensor:
+        """Sum of the losses of the head when it is unrolled from these rows; differentiable by its weights alone."""
+        length, last = length_of(texts.hidden[rows]), len(texts.hidden) - 1
+        state, loss = texts.hidden[rows] / length, texts.targets.new_zeros(())
+        for depth, weight in enumerate(self.weights, 1):
+            state = self.head(state, texts.embedded[(rows + depth - 1).clamp(max=last)])
+            after = (rows + depth).clamp(max=last)
+            # Not across what an environment said, and not into the next sample.
+            follows = texts.places[after] == texts.places[rows] + depth
+            logprobs = self._tempered(self.head.logits(state, length)).log_softmax(-1)
+            likelihoods = (texts.targets[after] * logprobs.gather(-1, texts.target_ids[after])).sum(-1)
+            loss = loss - weight * (likelihoods * follows).sum()
+        return loss
 
     def end_update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Count the tokens of a training step, and return its metrics: means over its optimizer steps."""
         for sequence in sequences:
             self.head.count(sequence.token_ids)
-        metrics = {
-            f"draft_head/{name}": float(torch.stack(values).mean())
-            for name, values in (("loss", self._losses), ("grad_norm", self._norms))
-        }
-        self._losses, self._norms = [], []
-        return metrics
+        loss, norm = torch.stack(self._figures).mean(0).tolist() if self._figures else (0.0, 0.0)
+        self._figures = []
+        return {"draft_head/loss": loss, "draft_head/grad_norm": norm}
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of it: its own memory, to be read and written."""
         weights = {f"{name}.weight": parameter.detach() for name, parameter in self.head.named_parameters()}
-        return {"counts": self.head.counts, **weights, **state_tensors(self.optimizer, self.policy.dtype)}
+        return {"counts": self.head.counts, **weights, **state_tensors(self.optimizer, self.head.norm.dtype)}
 
     def load(self, checkpoint: Path) -> None:
         """Take back what a checkpoint holds; a head that the run did not have then stays fresh."""
@@ -114,13 +153,6 @@ class DraftHeadLearner:
             load_tensors(checkpoint, DRAFT_HEAD, self.tensors())
             if isinstance(self.optimizer, MasterWeightAdamW):
                 self.optimizer.write_weights()
-
-    @torch.no_grad()
-    def _targets(self, hidden: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """Probabilities of the policy's most likely listed tokens, and their indices in the list, [R, NUM_TARGETS]."""
-        size = min(NUM_TARGETS, self.head.num_listed)
-        tops = [self._tempered(functional.linear(rows, self.head.output)).topk(size) for rows in hidden.split(chunk)]
-        return torch.cat([top.values.softmax(-1) for top in tops]), torch.cat([top.indices for top in tops])
 
     def _tempered(self, logits: Tensor) -> Tensor:
         """Logits in float32 (float64 stays) over the temperature."""

@@ -100,7 +100,7 @@ class PolicyObjective(Objective):
         algorithm = self.recipe.algorithm
         learn = None
         if (draft_head := self.draft_head) is not None:
-            learn = partial(draft_head.add_gradients, packed=packed, num_tokens=sequence_lengths.sum())
+            learn = partial(draft_head.add_texts, packed=packed)
         temperature = self.recipe.rollout.temperature
         logprobs, entropy = response_logprobs(self.model, packed, temperature, learn)  # [R] each
         if not self.difference:
@@ -169,12 +169,12 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable.
 
-    `learn` gets the hidden states [R, D], detached.
+    `learn` gets the hidden states [R, D].
     """
     plan = PackedPlan(packed.lengths, packed.token_ids.device)
     hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
     if learn is not None:
-        learn(hidden.detach())
+        learn(hidden)
     return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
 
 

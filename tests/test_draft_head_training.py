@@ -1,0 +1,141 @@
+"""A draft head that learns beside the policy: the policy does not notice, and a resumed head continues equally."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import update_cases
+from safetensors.torch import load_file
+from test_rank_training import PPO, SHARDED, SHORT
+from test_rank_training import train as train_on_ranks
+from tiny_run import learned_rows, make_recipe, train
+from torch import Tensor
+from torch.nn import functional
+
+from srtrl.drafters.draft_head import length_of
+from srtrl.metrics import read_metrics
+from srtrl.model.attention import PackedPlan
+from srtrl.rollout.packing import pack
+from srtrl.run.checkpoint import DRAFT_HEAD, latest_checkpoint
+from srtrl.trainer.build import build_draft_head
+from srtrl.trainer.draft_head import Texts
+
+NO_EVALUATION = {"before_and_after": False}
+HEAD: dict[str, Any] = {
+    "rollout__draft_head": {"learning_rate": 0.003, "vocabulary": 200},
+    "rollout__draft_budget": 6,
+}
+
+
+def last_checkpoint(run: Path) -> Path:
+    checkpoint = latest_checkpoint(run / "checkpoints")
+    assert checkpoint is not None
+    return checkpoint
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    [file] = folder.iterdir()
+    return load_file(file)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def assert_policy_is_the_same(run: Path, plain: Path) -> None:
+    """All that was learned, bit for bit, but for what the head learned."""
+    beside = ("draft_head/",)
+    assert learned_rows(run, beside=beside) == learned_rows(plain, beside=beside)
+    mine, other = last_checkpoint(run), last_checkpoint(plain)
+    assert (mine / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    for name in {path.name for path in other.glob("*optimizer")}:  # the policy's, and the critic's
+        assert_equal(tensors_of(mine / name), tensors_of(other / name))
+    for file in sorted((plain / "rollouts").iterdir()):
+        assert pq.read_table(run / "rollouts" / file.name).equals(pq.read_table(file)), file.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_steps"),
+    [
+        ({"rollout__drafter": "none"}, 20),
+        ({"model__lora": {"rank": 4}}, 3),
+        ({**PPO, "model__dtype": "bfloat16"}, 3),
+    ],
+    ids=["alone", "lora", "ppo in bfloat16 beside srt"],
+)
+def test_policy_weights_are_those_without_a_head(
+    changes: dict[str, Any], num_steps: int, policy: Path, tmp_path: Path
+) -> None:
+    common = {**changes, "train__num_steps": num_steps, "train__learning_rate": 0.001, "eval": NO_EVALUATION}
+    plain = train(make_recipe(policy, tmp_path / "plain", **{**common, "rollout__drafter": "none"})).folder
+    run = train(make_recipe(policy, tmp_path / "head", **common, **HEAD)).folder
+    assert_policy_is_the_same(run, plain)
+    rows = read_metrics(run / "metrics.jsonl")
+    losses = [row["draft_head/loss"] for row in rows if "draft_head/loss" in row]
+    assert len(losses) == num_steps
+    assert losses[-1] < losses[0]
+    assert rows[-1]["engine/head_acceptance_depth_1"] > 0.2
+
+
+def test_a_resumed_head_learns_what_it_would_have(policy: Path, tmp_path: Path) -> None:
+    whole = train(make_recipe(policy, tmp_path / "whole", **HEAD)).folder
+    train(make_recipe(policy, tmp_path / "again", **HEAD, train__num_steps=2))
+    resumed = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder
+    assert learned_rows(resumed)[-2:] == learned_rows(whole)[-2:]
+    found, expected = (tensors_of(last_checkpoint(run) / DRAFT_HEAD) for run in (resumed, whole))
+    assert found["counts"].sum() > 1000
+    assert found.keys() >= {"counts", "fc.weight", "fc.exp_avg", "norm.step"}
+    assert_equal(found, expected)
+    shutil.rmtree(tmp_path / "again")
+    train(make_recipe(policy, tmp_path / "again", train__num_steps=2))  # a head that is new in the middle of a run
+    added = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder
+    assert_policy_is_the_same(added, whole)
+
+
+@pytest.mark.parametrize("changes", [{}, SHARDED], ids=["ddp", "fsdp2"])
+def test_ranks_learn_one_head(changes: dict[str, Any], policy: Path, tmp_path: Path) -> None:
+    one = train(make_recipe(policy, tmp_path / "one", **SHORT, **HEAD)).folder
+    recipe = make_recipe(policy, tmp_path / "two", **SHORT, **HEAD, **changes)
+    assert [process.exitcode for process in train_on_ranks(recipe, 2)] == [0, 0]
+    for row, other in zip(learned_rows(tmp_path / "two" / "run"), learned_rows(one), strict=True):
+        assert row == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+def test_gradient_is_that_of_plain_cross_entropy() -> None:
+    """Of each second token, to the next tokens of the same turn; and none of the policy's weights."""
+    policy = update_cases.make_policy()
+    recipe = update_cases.make_recipe(rollout__draft_head={"k": 3})
+    learner = build_draft_head(recipe, policy)
+    assert learner is not None
+    head = learner.head.double()
+    torch.nn.init.normal_(head.down)
+    head.refresh(policy)
+    sequences = update_cases.make_sequences(policy)
+    [packed] = pack(sequences, 1000, "cpu")
+    hidden = policy(packed.token_ids, PackedPlan(packed.lengths, "cpu"))[packed.hidden_index].detach()
+    for first in (0, 3):  # two micro-batches
+        part = next(pack(sequences[first : first + 3], 1000, "cpu"))
+        learner.add_texts(policy(part.token_ids, PackedPlan(part.lengths, "cpu"))[part.hidden_index], part)
+    texts = Texts(*map(torch.cat, zip(*learner._texts, strict=True)))
+    learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()
+    found = [parameter.grad for parameter in head.parameters()]
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    head.zero_grad()
+    targets = torch.softmax(policy.logits(hidden) / update_cases.TEMPERATURE, -1).detach()
+    loss, num = torch.zeros((), dtype=torch.float64), 0
+    for row in range(0, len(hidden), 2):
+        length = length_of(hidden[row : row + 1])
+        state = hidden[row : row + 1] / length
+        for depth, weight in enumerate((1 / 1.96, 0.6 / 1.96, 0.36 / 1.96), 1):
+            if row + depth >= len(hidden) or packed.hidden_index[row + depth] != packed.hidden_index[row] + depth:
+                break
+            state = head(state, head.embed(packed.target_ids[row + depth - 1 : row + depth]))
+            logits = functional.linear(state * length, policy.head_weight.detach())[0] / update_cases.TEMPERATURE
+            loss, num = loss + weight * functional.cross_entropy(logits, targets[row + depth]), num + 1
+    loss.backward()
+    assert num > 20
+    torch.testing.assert_close(found, [parameter.grad for parameter in head.parameters()])
