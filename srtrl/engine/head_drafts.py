@@ -1,8 +1,9 @@
 """The drafts of a draft head in an engine: for which sequences it runs, and how likely its guesses are accepted.
 
 A guess is as likely to be accepted as others were whose best and second best token were as far apart: a table of
-margins for each depth, learned from the tokens that followed, for each purpose. The head runs for a sequence while it
-promises more tokens than the drafter's tree, by more than its own time is worth. None of it changes a token.
+margins for each depth, learned from the tokens that followed, for each purpose. The head runs for a sequence
+where the tokens that it promises, times the chance that the drafter has not the next token, are worth its time. None of
+it changes a token.
 """
 
 import time
@@ -51,8 +52,8 @@ class HeadDrafts:
         self._purpose = ""
         self._rows = np.full(num_slots, NO_ROW)
         """[slots], the row of the last step that gave the slot's last token."""
-        self._expected = np.zeros(num_slots)
-        """[slots], tokens that the drafter's last tree promised."""
+        self._covered = np.zeros(num_slots)
+        """[slots], the chance that the drafter's last tree had the next token."""
         self._seconds = 0.0
         """Of a draft of one sequence."""
         self._num_steps = 0
@@ -69,7 +70,7 @@ class HeadDrafts:
 
     def start(self, slots: Int64Array) -> None:
         """Samples have got their slots: no hidden state of them is known until a step has sampled a token."""
-        self._rows[slots], self._expected[slots] = NO_ROW, 0.0
+        self._rows[slots], self._covered[slots] = NO_ROW, 0.0
 
     def weights_changed(self) -> None:
         """Policy and head have learned."""
@@ -88,8 +89,8 @@ class HeadDrafts:
         """
         started = time.perf_counter()
         self._num_steps += 1
-        threshold = self._promised[self._purpose] - self._seconds / seconds_per_token
-        pays = (self._expected[slots] < threshold) | (self._num_steps % PROBE_EVERY == 0)
+        gain = self._promised[self._purpose] * (1 - self._covered[slots])
+        pays = (gain > self._seconds / seconds_per_token) | (self._num_steps % PROBE_EVERY == 0)
         self._owners = np.flatnonzero((self._rows[slots] != NO_ROW) & (room > 0) & pays)
         self._slots = slots = slots[self._owners]
         if not len(slots):
@@ -115,8 +116,8 @@ class HeadDrafts:
     def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
         """Add the drafts to the drafter's trees for `slots` [B], of at most `max_nodes` [B] nodes each."""
         self._trees = trees
-        sums = np.concatenate([[0.0], trees.scores.cumsum(dtype=np.float64)])
-        self._expected[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
+        sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
+        self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
         if not len(self._slots):
             return trees
         return merge_chains(trees, self._owners, self._tokens, self._chances, max_nodes, min_score)

@@ -100,12 +100,11 @@ class DraftHeadLearner:
         """`NUM_STEPS` steps of the head's AdamW; all ranks call it, and take the same ones. `place` names them."""
         texts = Texts(*map(torch.cat, zip(*self._texts, strict=True))) if self._texts else None
         self._texts = []
+        starts = torch.arange(0, len(texts.hidden) if texts else 0, STRIDE, device=self.head.norm.device)
         holders = gradient_holders(self.head, self.optimizer)
         for part in range(NUM_STEPS):
-            sums = torch.zeros(2, dtype=torch.float64, device=self.head.norm.device)  # loss, and tokens
-            rows = torch.arange(
-                STRIDE * part, len(texts.hidden) if texts else 0, STRIDE * NUM_STEPS, device=sums.device
-            )
+            sums = torch.zeros(2, dtype=torch.float64, device=starts.device)  # loss, and tokens
+            rows = starts[part::NUM_STEPS]
             if texts is not None and len(rows):
                 loss = self.loss(texts, rows)
                 loss.backward()  # type: ignore[no-untyped-call]
