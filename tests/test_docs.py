@@ -38,6 +38,7 @@ GRPO = {
     "train__num_steps": 6,
     "train__checkpoint_every": 1,
     "rollout__draft_budget": 8,
+    "rollout__draft_head": {},
     "rollout__run_ahead_max_slowdown": 1e9,
     "rollout__slots": 13,
 }

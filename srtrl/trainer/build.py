@@ -169,17 +169,18 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
 
 
-def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
-    """The draft head with a fresh optimizer, or None where the recipe has none.
+def check_draft_head(recipe: Recipe) -> None:
+    """Refuse a draft head on a CUDA device, which has no kernels for it."""
+    if recipe.rollout.draft_head is not None and choose_device(recipe).type == "cuda":
+        raise ValueError("rollout.draft_head: runs on a CPU only so far; leave it out, or use device=cpu")
 
-    Raises:
-        ValueError: the policy is on a CUDA device.
-    """
+
+def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
+    """The draft head with a fresh optimizer, or None where the recipe has none."""
     section = recipe.rollout.draft_head
     if section is None:
         return None
-    if policy.device.type == "cuda":
-        raise ValueError("rollout.draft_head: runs on a CPU only so far; leave it out, or use device=cpu")
+    assert policy.device.type == "cpu", "see check_draft_head"
     dtype = DTYPES[recipe.model.dtype]
     head = DraftHead(policy, dtype, vocabulary=section.vocabulary, hidden=section.hidden, seed=recipe.seed)
     return DraftHeadLearner(head, policy, recipe)
