@@ -134,8 +134,8 @@ def test_merged_trees_have_the_paths_of_both(data: st.DataObject) -> None:
     tokens = random.permuted(np.tile(np.arange(4, dtype=np.int32), (len(owners), 3, 1)), axis=-1)[..., :2].copy()
     tokens[random.random(len(owners)) < 0.2, 1:] = REFUSED
     steps = random.choice([0.2, 0.5, 1.0], (len(owners), 3, 2)).astype(np.float32)
-    above = np.concatenate([np.ones((len(owners), 1)), steps[:, :-1, 0].cumprod(1)], 1)
-    chances = (steps * above[..., None]).astype(np.float32) * (tokens != REFUSED)
+    paths = np.concatenate([np.ones((len(owners), 1)), steps[:, :-1, 0].cumprod(1)], 1)
+    chances = (steps * paths[..., None]).astype(np.float32) * (tokens != REFUSED)
     rooms = random.integers(8, 16, num_trees)
     merged = merge_chains(DraftTrees.of(trees), owners, tokens, chances, rooms, 0.0)
     check_trees(merged, rooms, 4, "the merge")

@@ -122,7 +122,7 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
         part = next(pack(sequences[first : first + 3], 1000, "cpu"))
         learner.add_texts(policy(part.token_ids, PackedPlan(part.lengths, "cpu"))[part.hidden_index], part)
     texts = Texts(*map(torch.cat, zip(*learner._texts, strict=True)))
-    learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()
+    learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in head.parameters()]
     assert all(parameter.grad is None for parameter in policy.parameters())
     head.zero_grad()
@@ -137,6 +137,6 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
             state = head(state, head.embed(packed.target_ids[row + depth - 1 : row + depth]))
             logits = functional.linear(state * length, policy.head_weight.detach())[0] / update_cases.TEMPERATURE
             loss, num = loss + weight * functional.cross_entropy(logits, targets[row + depth]), num + 1
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert num > 20
     torch.testing.assert_close(found, [parameter.grad for parameter in head.parameters()])

@@ -187,12 +187,12 @@ def merge_chains(
     if not len(owners):
         return trees
     room = trees.num_nodes + tokens.size
-    nodes = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.float32)
-    offsets = np.zeros(len(trees) + 1, np.int64)
+    token_ids, parents, scores = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.float32)
+    offsets, nodes = np.zeros(len(trees) + 1, np.int64), (token_ids, parents, scores)
     given = trees.token_ids, trees.parents, trees.scores
     _merge(given, trees.offsets, owners, tokens, chances, max_nodes, min_score, nodes, offsets)
-    token_ids, parents, scores = (array[: offsets[-1]] for array in nodes)
-    return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
+    num = offsets[-1]
+    return DraftTrees(token_ids=token_ids[:num], parents=parents[:num], scores=scores[:num], offsets=offsets)
 
 
 @numba.njit(cache=True, nogil=True)

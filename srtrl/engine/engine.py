@@ -433,7 +433,7 @@ class Engine:
         self._is_warm = True
         if not self.runner.is_asynchronous:
             set_cpu_threads()
-        compile_kernels(with_drafts=not self.is_off)
+        compile_kernels(with_drafts=not self.is_off, with_head=self.head_drafts is not None)
         budgets_drafts = self.control.fixed is None
         if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.wants_run_aheads):
             return
@@ -464,10 +464,10 @@ def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens
 
 
 @torch.no_grad()
-def compile_kernels(*, with_drafts: bool = True) -> None:
+def compile_kernels(*, with_drafts: bool = True, with_head: bool = False) -> None:
     """Compile (or load) all CPU kernels of a decode step, by two short rollouts on a model of one layer of zeros.
 
-    `with_drafts`: also those of the drafter `srt`.
+    `with_drafts`: also those of the drafter `srt`; `with_head`: also those of a draft head.
     """
     config = replace(read_config("bundled:tiny"), num_hidden_layers=1, vocab_size=4)
     policy = Transformer(config, torch.float32, "cpu")
@@ -475,7 +475,8 @@ def compile_kernels(*, with_drafts: bool = True) -> None:
         parameter.zero_()
     options = EngineOptions(slots=2, max_sequence_tokens=WARM_UP_TOKENS, num_pages=16)
     cost = StepCost(points=((1, 1.0), (MAX_ROWS, 1.0)))
-    engine = Engine(policy, options, drafter=SrtDrafter() if with_drafts else None, cost=cost)
+    head = DraftHead(policy, policy.dtype, vocabulary=4, hidden=1, seed=0) if with_head else None
+    engine = Engine(policy, options, drafter=SrtDrafter() if with_drafts else None, cost=cost, draft_head=head)
     engine._is_warm = True
     first = Request(
         prompt_id="warm-up",

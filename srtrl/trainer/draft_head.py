@@ -27,7 +27,7 @@ from srtrl.types import TrainSequence
 
 MAX_TOKENS = 16384
 """Kept of a mini-batch by each rank: at most 0.3 GB with a width of 4,096 in bfloat16."""
-NUM_STEPS = 8
+NUM_STEPS = 32
 """Of the head's optimizer, for one of the policy's: the head begins with nothing. See docs/LOG.md."""
 STRIDE = 2
 """It is unrolled from one token in this many."""
@@ -85,7 +85,7 @@ class DraftHeadLearner:
             return
         self.head.read(self.policy)  # now, while it is whole: it may be sharded
         hidden = hidden.detach()[rows]
-        parts = hidden.split(chunk_tokens(self.head.num_listed))
+        parts = torch.split(hidden, chunk_tokens(self.head.num_listed))
         size = min(NUM_TARGETS, self.head.num_listed)
         tops = [self._tempered(functional.linear(part, self.head.output)).topk(size) for part in parts]
         target_ids, targets = (torch.cat(column) for column in zip(*((t.indices, t.values) for t in tops), strict=True))
