@@ -15,6 +15,7 @@ from tiny_run import learned_rows, make_recipe, train
 from torch import Tensor
 from torch.nn import functional
 
+from srtrl.checks import check_recipe
 from srtrl.drafters.draft_head import length_of
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
@@ -22,6 +23,7 @@ from srtrl.rollout.packing import pack
 from srtrl.run.checkpoint import DRAFT_HEAD, latest_checkpoint
 from srtrl.trainer.build import build_draft_head
 from srtrl.trainer.draft_head import Texts
+from srtrl.trainer.trainer import TrainingStoppedError
 
 NO_EVALUATION = {"before_and_after": False}
 HEAD: dict[str, Any] = {
@@ -94,6 +96,20 @@ def test_a_resumed_head_learns_what_it_would_have(policy: Path, tmp_path: Path) 
     train(make_recipe(policy, tmp_path / "again", train__num_steps=2))  # a head that is new in the middle of a run
     added = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder
     assert_policy_is_the_same(added, whole)
+
+
+def test_a_head_that_diverges_stops_the_run_and_names_its_options(policy: Path, tmp_path: Path) -> None:
+    changes = {**HEAD, "rollout__draft_head": {"learning_rate": 1e9}, "eval": NO_EVALUATION}
+    with pytest.raises(TrainingStoppedError, match=r"loss of the draft head is nan: lower rollout.draft_head.learning"):
+        train(make_recipe(policy, tmp_path, **changes))
+
+
+def test_a_device_without_kernels_for_it_is_refused(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"rollout.draft_head: runs on a CPU only so far"):
+        check_recipe(make_recipe(policy, tmp_path, **HEAD, device="cuda"))
 
 
 @pytest.mark.parametrize("changes", [{}, SHARDED], ids=["ddp", "fsdp2"])

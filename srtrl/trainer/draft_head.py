@@ -90,11 +90,8 @@ class DraftHeadLearner:
         tops = [self._tempered(functional.linear(part, self.head.output)).topk(size) for part in parts]
         target_ids, targets = (torch.cat(column) for column in zip(*((t.indices, t.values) for t in tops), strict=True))
         places = packed.hidden_index[rows] + sum(int(texts.places[-1]) + 2 for texts in self._texts[-1:])
-        targets, target_ids = (
-            torch.cat([top.values.softmax(-1) for top in tops]),
-            torch.cat([top.indices for top in tops]),
-        )
-        self._texts.append(Texts(hidden, places, self.head.embed(packed.target_ids[rows]), targets, target_ids))
+        embedded = self.head.embed(packed.target_ids[rows])
+        self._texts.append(Texts(hidden, places, embedded, targets.softmax(-1), target_ids))
 
     def step(self, ranks: Ranks, place: str) -> None:
         """`NUM_STEPS` steps of the head's AdamW; all ranks call it, and take the same ones. `place` names them."""

@@ -60,7 +60,8 @@ def update_policy(
         `tokens/update`, prompts included, in all epochs. `draft_head/loss` and `draft_head/grad_norm`.
 
     Raises:
-        NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step.
+        NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step. Or the
+            draft head's loss is not; raised after the last one.
         LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
         ValueError: a sequence exceeds the micro-batch.
     """
@@ -73,7 +74,13 @@ def update_policy(
         objective.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
     metrics = run_optimizer_steps(objective, optimizer, sequences, context, recipe.policy_updates)
     if objective.draft_head is not None:
-        metrics |= objective.draft_head.end_update(sequences)
+        learned = objective.draft_head.end_update(sequences)
+        if not np.isfinite(learned["draft_head/loss"]):
+            raise NonFiniteError(
+                f"step {context.step}: the loss of the draft head is {learned['draft_head/loss']}: lower "
+                "rollout.draft_head.learning_rate, or continue without a head (--resume rollout.draft_head=null)"
+            )
+        metrics |= learned
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences if objective.needs_pass(sequence))
     return {**metrics, **objective.difference, "tokens/update": recipe.train.num_epochs * num_tokens}
 
