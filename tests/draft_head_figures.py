@@ -1,7 +1,7 @@
 """Tokens per step of a run's drafter, of its draft head, and of both: `python tests/draft_head_figures.py RECIPE ...`.
 
-After the recipe come overrides, as for `srtrl train`; the run must be there. Decodes the last 64 training prompts, which
-its steps must not have seen, with `rollout.draft_budget` 1, 2, 4, 8 and 16. For docs/benchmarks.md; no test.
+After the recipe come overrides, as for `srtrl train`; the run must be there. Decodes the last 64 training prompts,
+which its steps must not have seen, with `rollout.draft_budget` 1, 2, 4, 8 and 16. For docs/benchmarks.md; no test.
 """
 
 import sys
