@@ -30,7 +30,7 @@ FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
 """Name of an option in TRL or verl -> the key that does the same here, or a sentence."""
 MIN_LIKENESS = 0.75
 """Of an unknown key and the known one that a message suggests."""
-OTHER_MODELS = ("critic.", "eval.", "warm_start.")
+OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
 """Sections whose keys are suggested last: the same name is the policy's in another section."""
 
 EXPECTED = {

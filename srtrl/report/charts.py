@@ -172,9 +172,9 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
         if chart.is_log:
             axes.set_yscale("log", nonpositive="clip")
         else:
-            low, high = axes.get_ylim()
-            missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
-            axes.set_ylim(low - max(missing, 0) / 2, high + max(missing, 0) / 2)
+            bottom, top = axes.get_ylim()
+            missing = MIN_SPAN * max(abs(bottom), abs(top)) - (top - bottom)
+            axes.set_ylim(bottom - max(missing, 0) / 2, top + max(missing, 0) / 2)
         figure.legend(loc="outside lower left", ncols=2)
         return to_svg(figure)
 
