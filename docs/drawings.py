@@ -1,0 +1,233 @@
+"""Writes drawings/*.svg: plain SVG on a light ground, readable in light and dark mode.
+
+    python docs/drawings.py
+
+The samples are those of walkthrough.md: one prompt's of the first step of recipes/quickstart.yaml.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("drawings")
+GROUND, INK, GREY, LINE = "#f6f8fa", "#1f2328", "#59636e", "#8c959f"
+WHITE, SHADE, GREEN, BLUE, ORANGE = "#ffffff", "#d8dee4", "#9be0a8", "#b6d8fb", "#ffd8a8"
+SAMPLES = (
+    "9+6=1¿⏎12*8=96⏎Answ6+2=98⏎A: 98∎",
+    "9+6=15⏎15*8=120⏎120+2=122⏎A: 122∎",
+    "9+6=15⏎15*8=130⏎130+2=132⏎A: 132∎",
+    "9+6=15⏎15*8=120⏎120+2=122⏎A: 122∎",
+    "9+6=15⏎15*8=120⏎12¿&2=342⏎A: 342∎",
+    "9+6=15⏎15*8=100⏎100+2=¿02⏎A: 102∎",
+    "9+6=15⏎15*8¿120⏎120+2=122⏎A: 122∎",
+    "9+6=15⏎15*8=1O0⏎160+2=172⏎A: 132∎",
+)
+"""One character for each token but for `Answ` in the first; A: the token `Answer`. ¿: a byte that no text has."""
+
+
+class Svg:
+    """A drawing of this width and height in pixels."""
+
+    def __init__(self, title: str, width: int, height: int) -> None:
+        self.lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            f'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+            f'<path d="M0,0 L8,4 L0,8 z" fill="{GREY}"/></marker></defs>',
+            f'<rect width="{width}" height="{height}" rx="8" fill="{GROUND}"/>',
+        ]
+
+    def box(self, x: float, y: float, width: float, height: float, text: str = "", fill: str = WHITE) -> None:
+        """A rectangle with lines of text in its middle."""
+        self.lines.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{LINE}"/>'
+        )
+        rows = text.split("\n")
+        for row, part in enumerate(rows):
+            self.text(x + width / 2, y + height / 2 + 5 + 16 * (row - (len(rows) - 1) / 2), part, anchor="middle")
+
+    def text(self, x: float, y: float, text: str, *, anchor: str = "start", fill: str = INK, size: int = 13) -> None:
+        """A line of text on the baseline y."""
+        self.lines.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{fill}" font-size="{size}">{escape(text)}</text>'
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], *, head: bool = True, bold: bool = False) -> None:
+        """A line through the points, with an arrow's head at its end."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        end = ' marker-end="url(#head)"' if head else ""
+        self.lines.append(
+            f'<polyline points="{path}" fill="none" stroke="{"#1a7f37" if bold else GREY}" '
+            f'stroke-width="{3 if bold else 1.3}"{end}/>'
+        )
+
+    def save(self, name: str) -> None:
+        """Write the file."""
+        (FOLDER / f"{name}.svg").write_text("\n".join([*self.lines, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def shown(token: str) -> str:
+    """The token in a box."""
+    return "\\n" if token == "⏎" else token
+
+
+def training_step() -> None:
+    svg = Svg("One training step", 820, 330)
+    stages = [
+        ("draws\n32 prompts", WHITE),
+        ("rollouts\n32 x 8 samples", BLUE),
+        ("grades\none per sample", WHITE),
+        ("advantages\none per token", WHITE),
+        ("update\nmini-batches", ORANGE),
+    ]
+    for number, (text, fill) in enumerate(stages):
+        x = 20 + 160 * number
+        svg.box(x, 130, 126, 56, text, fill)
+        if number:
+            svg.line([(x - 34, 158), (x - 2, 158)])
+    svg.box(180, 30, 126, 46, "drafter\ntries of tokens", GREEN)
+    svg.line([(220, 78), (220, 128)])
+    svg.text(214, 108, "draft trees", anchor="end", fill=GREY)
+    svg.line([(266, 130), (266, 80)])
+    svg.text(274, 108, "accepted tokens", fill=GREY)
+    svg.box(340, 240, 286, 46, "one set of weights\n(decoder and optimizer use the same)", SHADE)
+    svg.line([(723, 188), (723, 263), (630, 263)])
+    svg.text(716, 224, "optimizer step", anchor="end", fill=GREY)
+    svg.line([(340, 263), (243, 263), (243, 190)])
+    svg.text(252, 224, "next decode step", fill=GREY)
+    svg.box(500, 30, 126, 46, "reference\n(KL), or critic", WHITE)
+    svg.line([(563, 78), (563, 128)])
+    svg.text(20, 312, "Then: rollouts/*.parquet, an evaluation if due, a row of metrics.jsonl, a checkpoint if due.", fill=GREY)
+    svg.save("training_step")
+
+
+def packed_batch() -> None:
+    svg = Svg("A packed batch", 820, 250)
+    lengths, index = ((3, 4), (2, 6), (4, 3)), 0
+    left, cell = 96.0, 32.0
+    svg.text(20, 82, "token_ids")
+    svg.text(20, 98, "[T], T = 22", fill=GREY)
+    svg.text(20, 182, "target_ids")
+    svg.text(20, 198, "[R], R = 13", fill=GREY)
+    num_targets = 0
+    for number, (num_prompt, num_response) in enumerate(lengths):
+        start = left + cell * index
+        svg.text(start + cell * (num_prompt + num_response) / 2, 40, f"sequence {number}", anchor="middle", fill=GREY)
+        svg.line([(start + 3, 48), (start + cell * (num_prompt + num_response) - 3, 48)], head=False)
+        for place in range(num_prompt + num_response):
+            is_response = place >= num_prompt
+            svg.box(start + cell * place, 60, cell, 40, str(index), BLUE if is_response else SHADE)
+            if is_response:
+                x = left + cell * 4 + cell * num_targets
+                svg.line([(left + cell * (index - 0.5), 101), (x + cell / 2, 158)])
+                svg.box(x, 160, cell, 40, str(index), BLUE)
+                num_targets += 1
+            index += 1
+    svg.text(
+        20, 232, "Grey: prompt. Blue: response. A line leads from hidden_index, the position before, to the token that it predicts.", fill=GREY
+    )
+    svg.save("packed_batch")
+
+
+def draft_of(prefix: str, others: Sequence[str], limit: int) -> list[tuple[str, float]]:
+    """Up to `limit` paths of a draft tree, with the share of the texts' matches that go on so.
+
+    The match is the longest end of the prefix, of at least 3 tokens, that the texts contain. (The drafter `srt` joins
+    matches of several lengths.)
+    """
+    for start in range(max(len(prefix) - 2, 0)):
+        end = prefix[start:]
+        found = [text[at + len(end) :] for text in others for at in range(len(text)) if text.startswith(end, at)]
+        if any(found):
+            counts = Counter(text[:stop] for text in found for stop in range(1, len(text) + 1))
+            best = sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
+            return [(path, count / len(found)) for path, count in best[:limit]]
+    return []
+
+
+def draft_tree() -> None:
+    svg = Svg("A draft tree with its accepted path", 820, 310)
+    prefix, sampled = SAMPLES[3][:12], SAMPLES[3][12:]
+    tree = draft_of(prefix, [*SAMPLES[:3], *SAMPLES[4:]], 16)
+    lanes: dict[str, int] = {"": 0}
+    for path, _ in tree:  # a parent is before its children; its first child has its lane
+        lane = lanes[path[:-1]]
+        is_first = not any(other[:-1] == path[:-1] and other != "" for other in lanes)
+        lanes[path] = lane if is_first else max(lanes.values()) + 1
+
+    def place(path: str) -> tuple[float, float]:
+        return 130 + 74.0 * len(path), 96 + 48.0 * lanes[path]
+
+    for path, _ in tree:
+        (x, y), (to_x, to_y) = place(path[:-1]), place(path)
+        svg.line([(x, y), (x + 30, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)], head=False, bold=sampled.startswith(path))
+    svg.box(20, 80, 128, 32, "15*8=", SHADE)
+    accepted = [path for path, _ in tree if sampled.startswith(path)]
+    for path, score in tree:
+        x, y = place(path)
+        svg.box(x - 16, y - 16, 32, 32, shown(path[-1]), GREEN if path in accepted else WHITE)
+        svg.text(x, y - 20, f"{score:.1f}", anchor="middle", fill=GREY, size=11)
+    x, y = place(accepted[-1])
+    svg.line([(x + 16, y), (x + 52, y)])
+    svg.box(x + 54, y - 16, 32, 32, shown(sampled[len(accepted)]), ORANGE)
+    svg.text(20, 34, "One decode step: the sequence's last token and all nodes of the tree go through the policy together.")
+    svg.text(20, 54, f"Green: sampled tokens that the draft has, accepted. Orange: the token sampled after them. {len(accepted) + 1} tokens in one step.")
+    svg.text(20, 294, "Above a node: share of the prompt's earlier samples that continue so. \\n: a line break. White nodes are dropped.", fill=GREY)
+    svg.save("draft_tree")
+
+
+def decode(num_slots: int, limit: int) -> list[list[tuple[int, int, int]]]:
+    """[slot] -> (decode step, sample, tokens) of the samples decoded with drafts from the others' tokens so far."""
+    done, waiting = [0] * len(SAMPLES), list(range(len(SAMPLES)))
+    slots: list[int | None] = [None] * num_slots
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in slots]
+    step = 0
+    while waiting or any(sample is not None for sample in slots):
+        slots = [waiting.pop(0) if sample is None and waiting else sample for sample in slots]
+        texts = [text[:num] for text, num in zip(SAMPLES, done, strict=True)]
+        for slot, sample in enumerate(slots):
+            if sample is None:
+                continue
+            prefix, rest = texts[sample], SAMPLES[sample][done[sample] :]
+            paths = [path for path, _ in draft_of(prefix, texts[:sample] + texts[sample + 1 :], limit) if path]
+            num_new = min(1 + max((len(path) for path in paths if rest.startswith(path)), default=0), len(rest))
+            done[sample] += num_new
+            rows[slot].append((step, sample, num_new))
+            if done[sample] == len(SAMPLES[sample]):
+                slots[slot] = None
+        step += 1
+    return rows
+
+
+def decode_timeline() -> None:
+    rows = decode(4, 8)
+    num_steps = 1 + max(step for row in rows for step, _, _ in row)
+    cell = 700 / num_steps
+    svg = Svg("A decode timeline", 820, 290)
+    num_tokens = sum(len(text) for text in SAMPLES)
+    num_decodes = sum(len(row) for row in rows)
+    svg.text(20, 34, f"Eight samples of one prompt in four slots: {num_tokens} tokens in {num_steps} decode steps, {num_tokens / num_decodes:.1f} tokens per sequence and step.")
+    for slot, row in enumerate(rows):
+        y = 76 + 42.0 * slot
+        svg.text(20, y + 20, f"slot {slot}")
+        for step, sample, num in row:
+            svg.box(90 + cell * step, y, cell, 30, "" if num == 1 else str(num), GREEN if num > 1 else SHADE if sample % 2 else BLUE)
+        for sample in sorted({sample for _, sample, _ in row}):
+            first = next(step for step, other, _ in row if other == sample)
+            svg.text(90 + cell * first, y - 3, f"sample {sample}", fill=GREY, size=10)
+    svg.text(20, 258, "Decode steps from left to right. Green: several tokens in one step, their number in the box.", fill=GREY)
+    svg.text(20, 276, "Blue, grey: one token. Drafts come from the tokens that the other samples have by then.", fill=GREY)
+    svg.save("decode_timeline")
+
+
+def main() -> None:
+    """Write all drawings."""
+    FOLDER.mkdir(exist_ok=True)
+    for draw in (training_step, packed_batch, draft_tree, decode_timeline):
+        draw()
+
+
+if __name__ == "__main__":
+    main()
