@@ -99,7 +99,12 @@ def training_step() -> None:
     svg.text(252, 224, "next decode step", fill=GREY)
     svg.box(500, 30, 126, 46, "reference\n(KL), or critic", WHITE)
     svg.line([(563, 78), (563, 128)])
-    svg.text(20, 312, "Then: rollouts/*.parquet, an evaluation if due, a row of metrics.jsonl, a checkpoint if due.", fill=GREY)
+    svg.text(
+        20,
+        312,
+        "Then: rollouts/*.parquet, an evaluation if due, a row of metrics.jsonl, a checkpoint if due.",
+        fill=GREY,
+    )
     svg.save("training_step")
 
 
@@ -126,7 +131,10 @@ def packed_batch() -> None:
                 num_targets += 1
             index += 1
     svg.text(
-        20, 232, "Grey: prompt. Blue: response. A line leads from hidden_index, the position before, to the token that it predicts.", fill=GREY
+        20,
+        232,
+        "Grey: prompt. Blue: response. A line leads from hidden_index, the position before, to the token that it predicts.",
+        fill=GREY,
     )
     svg.save("packed_batch")
 
@@ -162,7 +170,11 @@ def draft_tree() -> None:
 
     for path, _ in tree:
         (x, y), (to_x, to_y) = place(path[:-1]), place(path)
-        svg.line([(x, y), (x + 30, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)], head=False, bold=sampled.startswith(path))
+        svg.line(
+            [(x, y), (x + 30, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)],
+            head=False,
+            bold=sampled.startswith(path),
+        )
     svg.box(20, 80, 128, 32, "15*8=", SHADE)
     accepted = [path for path, _ in tree if sampled.startswith(path)]
     for path, score in tree:
@@ -172,9 +184,22 @@ def draft_tree() -> None:
     x, y = place(accepted[-1])
     svg.line([(x + 16, y), (x + 52, y)])
     svg.box(x + 54, y - 16, 32, 32, shown(sampled[len(accepted)]), ORANGE)
-    svg.text(20, 34, "One decode step: the sequence's last token and all nodes of the tree go through the policy together.")
-    svg.text(20, 54, f"Green: sampled tokens that the draft has, accepted. Orange: the token sampled after them. {len(accepted) + 1} tokens in one step.")
-    svg.text(20, 294, "Above a node: share of the prompt's earlier samples that continue so. \\n: a line break. White nodes are dropped.", fill=GREY)
+    svg.text(
+        20, 34, "One decode step: the sequence's last token and all nodes of the tree go through the policy together."
+    )
+    svg.text(
+        20,
+        54,
+        "Green: sampled tokens that the draft has, accepted. "
+        f"Orange: the token sampled after them. {len(accepted) + 1} tokens in one step.",
+    )
+    svg.text(
+        20,
+        294,
+        "Above a node: share of the prompt's earlier samples "
+        "that continue so. \\n: a line break. White nodes are dropped.",
+        fill=GREY,
+    )
     svg.save("draft_tree")
 
 
@@ -208,17 +233,36 @@ def decode_timeline() -> None:
     svg = Svg("A decode timeline", 820, 290)
     num_tokens = sum(len(text) for text in SAMPLES)
     num_decodes = sum(len(row) for row in rows)
-    svg.text(20, 34, f"Eight samples of one prompt in four slots: {num_tokens} tokens in {num_steps} decode steps, {num_tokens / num_decodes:.1f} tokens per sequence and step.")
+    svg.text(
+        20,
+        34,
+        f"Eight samples of one prompt in four slots: {num_tokens} tokens in {num_steps} decode steps, "
+        f"{num_tokens / num_decodes:.1f} tokens per sequence and step.",
+    )
     for slot, row in enumerate(rows):
         y = 76 + 42.0 * slot
         svg.text(20, y + 20, f"slot {slot}")
         for step, sample, num in row:
-            svg.box(90 + cell * step, y, cell, 30, "" if num == 1 else str(num), GREEN if num > 1 else SHADE if sample % 2 else BLUE)
+            svg.box(
+                90 + cell * step,
+                y,
+                cell,
+                30,
+                "" if num == 1 else str(num),
+                GREEN if num > 1 else SHADE if sample % 2 else BLUE,
+            )
         for sample in sorted({sample for _, sample, _ in row}):
             first = next(step for step, other, _ in row if other == sample)
             svg.text(90 + cell * first, y - 3, f"sample {sample}", fill=GREY, size=10)
-    svg.text(20, 258, "Decode steps from left to right. Green: several tokens in one step, their number in the box.", fill=GREY)
-    svg.text(20, 276, "Blue, grey: one token. Drafts come from the tokens that the other samples have by then.", fill=GREY)
+    svg.text(
+        20,
+        258,
+        "Decode steps from left to right. Green: several tokens in one step, their number in the box.",
+        fill=GREY,
+    )
+    svg.text(
+        20, 276, "Blue, grey: one token. Drafts come from the tokens that the other samples have by then.", fill=GREY
+    )
     svg.save("decode_timeline")
 
 
