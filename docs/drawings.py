@@ -74,6 +74,7 @@ def shown(token: str) -> str:
 
 
 def training_step() -> None:
+    """The stages of a training step."""
     svg = Svg("One training step", 820, 330)
     stages = [
         ("draws\n32 prompts", WHITE),
@@ -109,6 +110,7 @@ def training_step() -> None:
 
 
 def packed_batch() -> None:
+    """Three sequences end to end, and where each response token is predicted."""
     svg = Svg("A packed batch", 820, 250)
     lengths, index = ((3, 4), (2, 6), (4, 3)), 0
     left, cell = 96.0, 32.0
@@ -133,7 +135,8 @@ def packed_batch() -> None:
     svg.text(
         20,
         232,
-        "Grey: prompt. Blue: response. A line leads from hidden_index, the position before, to the token that it predicts.",
+        "Grey: prompt. Blue: response. A line leads from hidden_index, "
+        "the position before, to the token that it predicts.",
         fill=GREY,
     )
     svg.save("packed_batch")
@@ -156,6 +159,7 @@ def draft_of(prefix: str, others: Sequence[str], limit: int) -> list[tuple[str, 
 
 
 def draft_tree() -> None:
+    """The draft of sample 3 after its second line's `=`."""
     svg = Svg("A draft tree with its accepted path", 820, 310)
     prefix, sampled = SAMPLES[3][:12], SAMPLES[3][12:]
     tree = draft_of(prefix, [*SAMPLES[:3], *SAMPLES[4:]], 16)
@@ -227,6 +231,7 @@ def decode(num_slots: int, limit: int) -> list[list[tuple[int, int, int]]]:
 
 
 def decode_timeline() -> None:
+    """All samples in four slots, step by step."""
     rows = decode(4, 8)
     num_steps = 1 + max(step for row in rows for step, _, _ in row)
     cell = 700 / num_steps
