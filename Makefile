@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 
 setup: $(STAMP) ## Make .venv with pinned versions (the other targets do this first)
 
-quickstart: $(STAMP) ## Train the bundled policy on arithmetic, on the CPU, in minutes; then write its report
+quickstart: $(STAMP) ## Train the bundled policy on arithmetic, on the CPU, in minutes; then show its report
 	$(BIN)/srtrl train recipes/quickstart.yaml --overwrite $(ARGS)
 	$(BIN)/srtrl report runs/quickstart --open
 
