@@ -140,7 +140,7 @@ train recipe.yaml model.path=./nowhere => ./nowhere: no local folder
 train recipe.yaml model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
 train recipe.yaml model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
 train recipe.yaml 'model.lora={targets: []}' => model.lora.targets: should be 'all_linear' or should have
-train recipe.yaml critic.lora={} => critic.lora: unknown key, did you mean `model.lora`?
+train recipe.yaml critic.lora={} => critic.lora: a critic always learns all its weights
 train recipe.yaml model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
 train recipe.yaml task.name=arithmetics => task.name: `arithmetics` is not in srtrl/tasks/, did you mean
 train recipe.yaml task.name=os:system => task.name: `os:system` is no task; expected a class with

@@ -32,6 +32,8 @@ MIN_LIKENESS = 0.75
 """Of an unknown key and the known one that a message suggests."""
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
 """Sections whose keys are suggested last: the same name is the policy's in another section."""
+ABSENT = {"critic.lora": "a critic always learns all its weights; model.lora is the policy's"}
+"""Keys that are not there on purpose."""
 
 EXPECTED = {
     "invalid_key": "should be a text (quote it if it looks like a number)",
@@ -240,6 +242,8 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
 
 def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
     """Name what another trainer's key is here, the nearest key of the section, or the section that has this key."""
+    if key in ABSENT:
+        return ABSENT[key]
     section, _, name = key.rpartition(".")
     meant = read_yaml(FOREIGN_NAMES.read_text(encoding="utf-8"), str(FOREIGN_NAMES))[0].get(name, "")
     if meant in fields:
