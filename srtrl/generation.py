@@ -18,8 +18,9 @@ from srtrl.environments.base import count_turns, mark_segments
 from srtrl.evaluation.suite import bare_source
 from srtrl.ranks.processes import refuse_ranks
 from srtrl.recipe.file import RecipeSource, read_source
-from srtrl.recipe.schema import Recipe, Section
+from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.report.rollouts import printable
+from srtrl.tasks.base import typed_prompts
 from srtrl.tasks.rendering import apply_chat_template, tokenise
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import FinishReason, Prompt, Rollout, SegmentKind, segment_slices
@@ -42,6 +43,8 @@ class PromptsOptions(Section):
     """Wrap each text as a user's message in the tokenizer's chat template."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of that template, such as the environment's tools."""
+    task: TaskSection | None = None
+    """Of a run: its templates are used."""
 
 
 class Prompts:
@@ -55,14 +58,19 @@ class Prompts:
         self, options: PromptsOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
     ) -> None:
         texts = options.texts
-        if options.chat_template:
-            messages = [[{"role": "user", "content": text}] for text in texts]
-            texts = apply_chat_template(tokenizer, messages, options.chat_template_options)
+        messages = [[{"role": "user", "content": text}] for text in texts] if options.chat_template else []
+        template_options = options.chat_template_options
+        if options.task is not None and not messages:
+            typed = typed_prompts(options.task, texts)
+            texts, messages = [text for text, _ in typed], [given for _, given in typed if given is not None]
+            template_options = {**options.task.options.get("chat_template_options", {}), **template_options}
+        if messages:
+            texts = apply_chat_template(tokenizer, messages, template_options)
         prompts = [
             Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer="")
             for prompt_id, text in zip(options.ids, texts, strict=True)
         ]
-        self.eval_prompts = tokenise(tokenizer, prompts, add_special_tokens=not options.chat_template)
+        self.eval_prompts = tokenise(tokenizer, prompts, add_special_tokens=not messages)
         self.load_report: dict[str, int] = {}
         for prompt in self.eval_prompts:
             if (length := len(prompt.token_ids)) > max_prompt_tokens:
@@ -116,6 +124,7 @@ def generate(
     *,
     num_samples: int = 1,
     chat: bool = False,
+    raw: bool = False,
     ids: Sequence[str] = (),
     overrides: Sequence[str] = (),
     import_from_here: bool = True,
@@ -128,6 +137,8 @@ def generate(
         prompts: Texts.
         num_samples: Completions of each.
         chat: Put each text into the model's chat template.
+        raw: Of a run, take the texts as they are; by default they go through the templates of its task, so that the
+            policy reads what it was trained on. (A task of your own: as they are.)
         ids: A name for each prompt; by default its index.
         overrides: As on the command line: `["rollout.max_new_tokens=64", "eval.temperature=0", "device=cuda"]`.
         import_from_here: Whether a name in the run's recipe may be a module of the current folder.
@@ -146,8 +157,14 @@ def generate(
         raise ValueError("prompts: expected a list of texts, found one text")
     if not prompts:
         raise ValueError("prompts: expected at least one")
-    task = {"ids": [*(ids or map(str, range(len(prompts))))], "texts": [*prompts], "chat_template": chat}
-    source = _source(model_or_run)
+    task: dict[str, Any] = {
+        "ids": [*(ids or map(str, range(len(prompts))))],
+        "texts": [*prompts],
+        "chat_template": chat,
+    }
+    source, run_task = _source(model_or_run)
+    if run_task is not None and ":" not in run_task["name"] and not raw:
+        task["task"] = run_task
     source.is_foreign = not import_from_here
     source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
     source.put(("eval", "num_samples"), num_samples, "num_samples")
@@ -158,20 +175,21 @@ def generate(
     return [[_generated(rollout) for rollout in group.rollouts] for group in outcome.groups]
 
 
-def _source(model_or_run: str) -> RecipeSource:
-    """The recipe of a model, or the same with the sections of a run that decide how it samples."""
+def _source(model_or_run: str) -> tuple[RecipeSource, dict[str, Any] | None]:
+    """The recipe of a model, or the same with the sections of a run that decide how it samples; the run's task."""
     from srtrl.evaluation.policy import resolve_eval_source
 
     model, recipe_path = resolve_eval_source(model_or_run)
-    source = bare_source(model, max_new_tokens=MAX_NEW_TOKENS)
+    source, task = bare_source(model, max_new_tokens=MAX_NEW_TOKENS), None
     if recipe_path is not None:
         run = read_source(recipe_path)
         source.path, source.origins = run.path, run.origins
+        task = run.data["task"]
         source.data |= {name: run.data[name] for name in RUN_SECTIONS if name in run.data}
     source.put(("model", "path"), model, "MODEL_OR_RUN")
     source.put(("rollout", "dynamic_sampling"), False, "srtrl generate")
     source.put(("rewards",), [{"name": "environment"}], "srtrl generate")
-    return source
+    return source, task
 
 
 def _print_compiling(number: int, _: int) -> None:
@@ -228,6 +246,9 @@ def command(
     ] = None,
     samples: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Put each text into the model's chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Of a run: take texts as they are, without its task's templates.")
+    ] = False,
     import_from_here: Annotated[
         bool,
         typer.Option("--import-from-here", help="Import what the run's recipe names from the current folder too."),
@@ -237,7 +258,8 @@ def command(
     """Complete prompts.
 
     Lengths, temperature, seed and all else are values of the recipe, such as rollout.max_new_tokens=64
-    eval.temperature=0 seed=1: of a run its own, of a model 256 tokens at temperature 1. A run that was trained with an
+    eval.temperature=0 seed=1: of a run its own, of a model 256 tokens at temperature 1. Texts go through the templates
+    of the run's task. A run that was trained with an
     environment is completed with it: its tools run, and a completion has several turns
     (rollout.environment=null: one turn).
     """
@@ -248,6 +270,7 @@ def command(
         ids=[prompt_id for prompt_id, _ in rows],
         num_samples=samples,
         chat=chat,
+        raw=raw,
         overrides=overrides or (),
         import_from_here=import_from_here,
     )

@@ -15,6 +15,8 @@ from srtrl import generate
 from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import TaskSection
+from srtrl.tasks.base import typed_prompts
 
 SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")
 
@@ -61,13 +63,34 @@ def test_a_run_is_completed_by_its_last_checkpoint_and_recipe_as_from_python(pol
     make_checkpoint(policy, folder, 3)
     shutil.copy(Path(__file__).parent.parent / "recipes" / "dapo_tiny.yaml", folder / "recipe.yaml")
     limits = ["rollout.max_prompt_tokens=50", "rollout.max_new_tokens=12"]
-    flags = ("--prompt", "12+30=", "--prompt", "5*6=", "--samples", 2)
+    flags = ("--prompt", "Compute 12+30.", "--prompt", "5*6", "--samples", 2)
     _, rows = run(folder, *flags, *limits)
-    groups = generate(str(folder), ["12+30=", "5*6="], num_samples=2, overrides=limits)
+    groups = generate(str(folder), ["12+30", "5*6"], num_samples=2, overrides=limits)
     assert [row["token_ids"] for row in rows] == [one.token_ids for group in groups for one in group]
     assert [row["text"] for row in rows] == [one.text for group in groups for one in group]
     temperature = load_recipe(folder / "recipe.yaml").eval.temperature
-    assert rows == run(policy, *flags, *limits, f"eval.temperature={temperature}")[1]
+    limits.append(f"eval.temperature={temperature}")
+    whole = ("--prompt", "Compute 12+30.\n", "--prompt", "Compute 5*6.\n", "--samples", 2)
+    assert rows == run(policy, *whole, *limits)[1], "a text goes through the template of the run's task"
+    assert run(folder, *flags, *limits, "--raw")[1] == run(policy, *flags, *limits)[1] != rows
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("math", {"prompt_template": "Q: {problem}\nA:"}, ("Q: 1+1?\nA:", None)),
+        (
+            "prompts",
+            {"chat_template": True, "system_prompt": "Be short."},
+            ("1+1?", [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}]),
+        ),
+    ],
+)
+def test_a_typed_text_goes_through_the_templates_of_a_task_of_rows(
+    name: str, options: dict[str, Any], expected: Any
+) -> None:
+    task = TaskSection(name=name, options={**options, "train": {"files": ["absent.jsonl"]}})
+    assert typed_prompts(task, ["1+1?"]) == [expected]
 
 
 def test_mistakes_from_python(policy: Path) -> None:

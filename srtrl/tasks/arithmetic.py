@@ -36,6 +36,7 @@ EVAL_SHARE = 8
 MAX_FRUITLESS_DRAWS = 20_000
 """Draws in a row without a new problem after which the difficulty counts as exhausted (a fifth of a second)."""
 ANSWER_MARK = "Answer:"
+TEMPLATE = "Compute {}.\n"
 
 
 class ArithmeticOptions(Section):
@@ -115,6 +116,11 @@ class Task:
         self.train_prompts: Sequence[Prompt] = _make_prompts(options, "train", tokenizer, max_prompt_tokens)
         self.eval_prompts: Sequence[Prompt] = _make_prompts(options, "eval", tokenizer, max_prompt_tokens)
         self.load_report = {"train/rows": len(self.train_prompts), "eval/rows": len(self.eval_prompts)}
+
+    @classmethod
+    def typed_prompt(cls, options: ArithmeticOptions, text: str) -> tuple[str, None]:
+        """An expression, also in a whole prompt that lacks the line end."""
+        return TEMPLATE.format(text.strip().removeprefix("Compute ").removesuffix(".")), None
 
     @classmethod
     def check_options(cls, options: ArithmeticOptions) -> None:
@@ -198,7 +204,7 @@ def _make_prompts(
     prompts = [
         Prompt(
             prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
-            text=f"Compute {expression.text}.\n",
+            text=TEMPLATE.format(expression.text),
             token_ids=(),
             answer=str(expression.value),
             metadata={"problem": expression.text, "solution": _solution_text(expression, options.tool_share)},

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from srtrl.recipe.file import Problem, RecipeError, validate_section
-from srtrl.recipe.schema import Recipe, Section
+from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.resolve import resolve_class
+from srtrl.tasks.rendering import Message
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Task(Protocol):
 
     A task is a class with these attributes, a class attribute `Options` (a `Section`: the documentation and check of
     `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and a class method
-    `check_options(options)` that raises ValueError for mistakes that can be seen before any weight is loaded.
+    `check_options(options)` that raises ValueError for mistakes that can be seen before any weight is loaded. It may
+    have a class method `typed_prompt(options, text)`: see `typed_prompts`.
     """
 
     @property
@@ -55,7 +57,7 @@ class Task(Protocol):
 
 def check_task(recipe: Recipe) -> None:
     """Check the task's name and options without a tokenizer or weights; ValueError names the option and the reason."""
-    task_class, options = _resolve_task(recipe)
+    task_class, options = _resolve_task(recipe.task)
     task_class.check_options(options)
     _check_judges(task_class, recipe)
 
@@ -78,7 +80,7 @@ def load_task(
     Raises:
         ValueError: the task's name, an option, or a row of its data is incorrect.
     """
-    task_class, options = _resolve_task(recipe)
+    task_class, options = _resolve_task(recipe.task)
     if tools and "chat_template_options" in type(options).model_fields:
         template_options = {"tools": list(tools), **getattr(options, "chat_template_options", {})}
         options = options.model_copy(update={"chat_template_options": template_options})
@@ -107,9 +109,20 @@ def _check_judges(task: object, recipe: Recipe) -> None:
         raise RecipeError(*problems)
 
 
-def _resolve_task(recipe: Recipe) -> tuple[Any, Section]:
-    task_class = resolve_class("srtrl.tasks", recipe.task.name, "Task")
+def typed_prompts(task: TaskSection, texts: Sequence[str]) -> list[tuple[str, list[Message] | None]]:
+    """Texts as the task would ask them: what follows its class method `typed_prompt`; without one as they are.
+
+    Returns:
+        For each the text, and the messages of a task that uses the tokenizer's chat template.
+    """
+    task_class, options = _resolve_task(task)
+    typed_prompt = getattr(task_class, "typed_prompt", lambda _, text: (text, None))
+    return [typed_prompt(options, text) for text in texts]
+
+
+def _resolve_task(task: TaskSection) -> tuple[Any, Section]:
+    task_class = resolve_class("srtrl.tasks", task.name, "Task")
     options = getattr(task_class, "Options", None)
     if not (isinstance(options, type) and issubclass(options, Section)):
-        raise ValueError(f"`{recipe.task.name}` is no task; expected a class with `Options`, a subclass of Section")
-    return task_class, validate_section(options, dict(recipe.task.options), "task.options")
+        raise ValueError(f"`{task.name}` is no task; expected a class with `Options`, a subclass of Section")
+    return task_class, validate_section(options, dict(task.options), "task.options")

@@ -93,6 +93,11 @@ class RowTask(Generic[OptionsT]):
                 for name in source.files:
                     next(read_prompts(options, RowSource(files=[name]), split, Counter()))
 
+    @classmethod
+    def typed_prompt(cls, options: OptionsT, text: str) -> tuple[str, list[Message] | None]:
+        """A text that is not of a row, in the templates of the options."""
+        return _fill_template(options, text, None)
+
     def solution(self, prompt: Prompt) -> str:
         """The worked solution of the prompt's row; ValueError if it has none."""
         return self._options.solution_of(prompt)
@@ -182,15 +187,21 @@ def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | N
     text, answer = options.text_and_answer(
         row.fields, text_of(row.fields, name) if messages is None else messages[-1]["content"]
     )
-    text = options.prompt_template.replace(options.placeholder, text)
+    text, messages = _fill_template(options, text, messages)
     prompt_id = row.name if options.id_field is None else text_of(row.fields, options.id_field)
+    return Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer, metadata=row.fields), messages
+
+
+def _fill_template(options: RowOptions, text: str, messages: list[Message] | None) -> tuple[str, list[Message] | None]:
+    """`text` in the templates of the options; `messages` are those that end with it, if it is of a conversation."""
+    text = options.prompt_template.replace(options.placeholder, text)
     if messages is not None:
         messages = [*messages[:-1], {**messages[-1], "content": text}]
     elif options.chat_template:
         messages = [{"role": "user", "content": text}]
     if messages is not None and options.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
-    return Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer, metadata=row.fields), messages
+    return text, messages
 
 
 def _check_messages(values: Sequence[Any], name: str) -> list[Message]:
