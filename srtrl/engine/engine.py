@@ -193,8 +193,11 @@ class Engine:
         Returns:
             Their responses so far; the finish reason `length` means nothing.
         """
-        num_generated = {sample.slot: len(self.batch.generated(sample.slot)) for sample in self.scheduler.running}
-        ended = [s for s in self.scheduler.running if num_generated[s.slot] - s.request.num_reused >= num_tokens]
+        ended = [
+            sample
+            for sample in self.scheduler.running
+            if len(self.batch.generated(sample.slot)) - sample.request.num_reused >= num_tokens
+        ]
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)

@@ -205,7 +205,7 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     seconds by stage.
     """
     steps = [row for row in rows if row["step"] > 0]
-    evals = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
+    evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if evals:
         before, after, name = evals[0], evals[-1], _main_figure(evals[-1])
@@ -226,11 +226,9 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     )
     figures["response tokens"] = f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
     if steps:
-        first, last = (
-            _tokens_per_decode([row for row in steps if _same_epoch(row, end)]) for end in (steps[0], steps[-1])
-        )
+        first, last = (_tokens_per_decode(steps, end) for end in (steps[0], steps[-1]))
         figures["tokens per decode, first and last epoch"] = f"{first:.2f} and {last:.2f}"
-    seconds = {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+    seconds = _stage_seconds(rows)
     total = sum(seconds.values())
     longest = sorted(seconds, key=lambda stage: -seconds[stage])
     shares = ", ".join(
@@ -243,7 +241,7 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
 def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     """The three figures of a run to see first: how much better the policy is, what drafts bring, and the time."""
     steps = [row for row in rows if row["step"] > 0]
-    evals = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
+    evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if evals:
         name = _main_figure(evals[-1])
@@ -253,22 +251,27 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
         figures["training reward, first to last step"] = f"{first:.3f} → {last:.3f}"
     if steps:
-        last_epoch = [row for row in steps if _same_epoch(row, steps[-1])]
-        figures["tokens per decode step of a sample, last epoch"] = f"{_tokens_per_decode(last_epoch):.2f}"
-    seconds = sum(row.get(f"time/{stage}", 0.0) for row in rows for stage in timed_stages(rows))
-    minutes, seconds = divmod(round(seconds), 60)
+        figures["tokens per decode step of a sample, last epoch"] = f"{_tokens_per_decode(steps, steps[-1]):.2f}"
+    minutes, seconds = divmod(round(sum(_stage_seconds(rows).values())), 60)
     figures["time of all stages"] = (
         f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
     )
     return figures
 
 
-def _same_epoch(row: MetricRow, other: MetricRow) -> bool:
-    return int(row["data/epoch"]) == int(other["data/epoch"])
+def _evaluations(rows: Sequence[MetricRow]) -> list[MetricRow]:
+    """Those among the rows of `metrics.jsonl`, as `held_out_figures`."""
+    return [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
 
 
-def _tokens_per_decode(rows: Sequence[MetricRow]) -> float:
-    """New tokens of a sample in a decode step, on average over all of these rows."""
+def _stage_seconds(rows: Sequence[MetricRow]) -> dict[str, float]:
+    """The seconds of each stage in all rows."""
+    return {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+
+
+def _tokens_per_decode(steps: Sequence[MetricRow], step: MetricRow) -> float:
+    """New tokens of a sample in a decode step, on average over all steps of the epoch of `step`."""
+    rows = [row for row in steps if int(row["data/epoch"]) == int(step["data/epoch"])]
     tokens = [row["engine/tokens"] for row in rows]
     decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in rows]
     return sum(tokens) / max(sum(decodes), 1)

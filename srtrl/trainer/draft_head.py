@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -132,8 +133,7 @@ class DraftHeadLearner:
 
     def end_update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Count the tokens of a training step, and return its metrics: means over its optimizer steps."""
-        for sequence in sequences:
-            self.head.count(sequence.token_ids)
+        self.head.count(np.concatenate([sequence.token_ids for sequence in sequences]))
         loss, norm = torch.stack(self._figures).mean(0).tolist() if self._figures else (0.0, 0.0)
         self._figures = []
         return {"draft_head/loss": loss, "draft_head/grad_norm": norm}

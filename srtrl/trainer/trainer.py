@@ -168,8 +168,7 @@ class Trainer:
             if self.draft_head is not None:
                 head = self.draft_head.head
                 reserved_bytes += gradient_bytes(self.draft_head.optimizer)
-                for prompt in self.task.train_prompts:
-                    head.count(np.array(prompt.token_ids))
+                head.count(np.concatenate([prompt.token_ids for prompt in self.task.train_prompts]))
             self.engine = build.build_engine(
                 recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes, draft_head=head
             )
