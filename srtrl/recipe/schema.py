@@ -248,7 +248,7 @@ class WarmStartSection(Section):
     warmup_steps: int = Field(default=20, ge=0)
     """Optimizer steps of linear warm-up; the learning rate then falls to zero along a cosine."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the solutions' tokens that are replaced by random ones: the policy then makes mistakes."""
+    """Share of the solutions' tokens that are replaced by random printable ones: the policy then makes mistakes."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights."""
     output: str = Field(min_length=1)

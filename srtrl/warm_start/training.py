@@ -304,7 +304,7 @@ def solution_batches(
 
     A solution that no rollout could produce is left out and counted: it has more than `rollout.max_new_tokens` tokens,
     or its turns are not those of the environment's format. `warm_start.noise` is the share of a solution's target
-    tokens that are replaced by uniformly random ones.
+    tokens that are replaced by uniformly random ones of those that can be printed.
 
     Yields:
         The next sequences that fit in `warm_start.batch_tokens` packed tokens, at least one; and the number of draws
@@ -317,6 +317,7 @@ def solution_batches(
         raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
     order = DataOrder(len(task.train_prompts), recipe.seed)
     random = np.random.default_rng((recipe.seed, 0x501))
+    printable = printable_tokens(tokenizer) if section.noise else []
     max_new_tokens = recipe.rollout.max_new_tokens
     batch: list[TrainSequence] = []
     num_tokens = num_left_out = 0
@@ -338,12 +339,18 @@ def solution_batches(
             continue
         if section.noise:
             chosen = sequence.targets[random.random(len(sequence.targets)) < section.noise]
-            sequence.token_ids[chosen] = random.integers(0, len(tokenizer), len(chosen))
+            sequence.token_ids[chosen] = random.choice(printable, len(chosen))
         if batch and num_tokens + len(sequence.token_ids) > section.batch_tokens:
             yield batch, num_left_out
             batch, num_tokens = [], 0
         batch.append(sequence)
         num_tokens += len(sequence.token_ids)
+
+
+def printable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of tokens that are readable text by themselves: no special tokens, no control characters, no part of one."""
+    texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(len(tokenizer))]
+    return [token for token, text in enumerate(texts) if text and text.isprintable() and "\ufffd" not in text]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
