@@ -14,16 +14,16 @@ FOLDER = Path(__file__).with_name("drawings")
 GROUND, INK, GREY, LINE = "#f6f8fa", "#1f2328", "#59636e", "#8c959f"
 WHITE, SHADE, GREEN, BLUE, ORANGE = "#ffffff", "#d8dee4", "#9be0a8", "#b6d8fb", "#ffd8a8"
 SAMPLES = (
-    "9+6=1¿⏎12*8=96⏎Answ6+2=98⏎A: 98∎",
+    "9+6=15⏎15*8=120Answ120+2=122⏎A: 12|8∎",
     "9+6=15⏎15*8=120⏎120+2=122⏎A: 122∎",
     "9+6=15⏎15*8=130⏎130+2=132⏎A: 132∎",
     "9+6=15⏎15*8=120⏎120+2=122⏎A: 122∎",
-    "9+6=15⏎15*8=120⏎12¿&2=342⏎A: 342∎",
-    "9+6=15⏎15*8=100⏎100+2=¿02⏎A: 102∎",
-    "9+6=15⏎15*8¿120⏎120+2=122⏎A: 122∎",
+    "9+6=15⏎15*8=120⏎120&2=122⏎A: 122∎",
+    "9+6=15⏎15*8=100Q100+2=102⏎Asw 102∎",
+    "9+6=15⏎#5*8=120⏎120+2=122⏎A: 122∎",
     "9+6=15⏎15*8=1O0⏎160+2=172⏎A: 132∎",
 )
-"""One character for each token but for `Answ` in the first; A: the token `Answer`. ¿: a byte that no text has."""
+"""One character for each token but for `Answ` and `sw` (noise that the policy has learned); A: the token `Answer`."""
 
 
 class Svg:
