@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.recipe.schema import AlgorithmSection, Recipe
+from srtrl.recipe.schema import AlgorithmSection, EnvironmentSection, Recipe
 from srtrl.resolve import (
     PARTS,
     Caught,
@@ -79,7 +79,6 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Pairs of a key of the recipe and a function that raises ValueError where its value cannot be used."""
-    from srtrl.environments.formats import resolve_format
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
@@ -95,13 +94,26 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "rollout.drafter", partial(_check_drafter, recipe)
     yield "rollout.draft_head", partial(check_draft_head, recipe)
     if recipe.rollout.environment is not None:
-        # Resolves the environment as well.
-        yield "rollout.environment.name", partial(resolve_format, recipe.rollout.environment)
+        yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment, recipe.rollout.mode)
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_output, recipe.warm_start.output)
     yield "device", partial(choose_device, recipe)
     yield "log.trackers", partial(check_trackers, recipe.log)
+
+
+def _check_environment(section: EnvironmentSection, mode: str) -> None:
+    """Resolve environment and format; with an off-policy mode the environment must have `replay`."""
+    from srtrl.environments.base import resolve_environment
+    from srtrl.environments.formats import resolve_format
+
+    resolve_format(section)
+    environment, _ = resolve_environment(section)
+    if mode != "on_policy" and not environment.can_replay():
+        raise ValueError(
+            f"{section.name} has no `replay`, by which its state comes back in a sample that rollout.mode {mode} "
+            "goes on with: write that method (docs/extending.md#an-environment), or set rollout.mode=on_policy"
+        )
 
 
 def _problem_of(error: Exception, default_key: str) -> Problem:

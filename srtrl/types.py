@@ -79,6 +79,24 @@ class Prefix:
     """[L], number of policy updates before each token was sampled."""
     finish_reason: FinishReason | None = None
     """Of a whole response, of which nothing is left to decode."""
+    extensions: tuple[tuple[int, int], ...] = ()
+    """Start and stop of each part that was not sampled; see `Completion`. None is cut: the tokens end in a turn, or
+    where the next one begins."""
+    answers: Mapping[str, str] = field(default_factory=dict)
+    """What the environment answered; see `Conversation`."""
+
+    @property
+    def sampled(self) -> npt.NDArray[np.int64]:
+        """Indices of the tokens that a policy sampled."""
+        return sampled_indices(len(self.token_ids), self.extensions)
+
+
+def sampled_indices(length: int, extensions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """Indices in a response of `length` tokens of those that a policy sampled; the others are in `extensions`."""
+    is_sampled = np.ones(length, np.bool_)
+    for start, stop in extensions:
+        is_sampled[start:stop] = False
+    return np.flatnonzero(is_sampled)
 
 
 def versions_of(prefix: Prefix | None, policy_version: int, length: int) -> npt.NDArray[np.int32]:
@@ -111,8 +129,8 @@ class Request:
     never a completion."""
     prefix: Prefix | None = None
     """The response begins with these tokens, which count as its own in `max_new_tokens` and in the completion. The
-    noise goes by absolute position, so that the policy that sampled them would go on as it would have without a break.
-    Single turns only."""
+    noise goes by absolute position, so that the policy that sampled them would go on as it would have without a
+    break."""
     has_turns: bool = False
     """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
     `Engine.end` decides how it continues."""
@@ -162,6 +180,12 @@ class Completion:
         """Number of policy updates before each token of the response was sampled, [L]."""
         return versions_of(self.request.prefix, self.policy_version, len(self.token_ids))
 
+    @property
+    def newly_sampled(self) -> npt.NDArray[np.int64]:
+        """Indices in the response of the tokens that were sampled after `request.prefix`."""
+        sampled = sampled_indices(len(self.token_ids), self.extensions)
+        return sampled[sampled >= self.request.num_reused]
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Grade:
@@ -206,6 +230,9 @@ class Conversation:
     """Wall-clock seconds that each step of the environment took."""
     texts: tuple[str, ...] = ()
     """Text of each segment; what was sampled without special tokens, the others with them."""
+    answers: Mapping[str, str] = field(default_factory=dict)
+    """Answers to turns, as JSON, by a hash of the response up to the turn's end: a sample that begins with these turns
+    has them without a call of the environment."""
 
     @property
     def policy_text(self) -> str:
@@ -244,10 +271,7 @@ class Rollout:
     @property
     def sampled(self) -> npt.NDArray[np.int64]:
         """Indices in the response of the tokens that the policy sampled."""
-        is_sampled = np.ones(len(self.token_ids), np.bool_)
-        for start, stop in self.extensions:
-            is_sampled[start:stop] = False
-        return np.flatnonzero(is_sampled)
+        return sampled_indices(len(self.token_ids), self.extensions)
 
     @property
     def policy_text(self) -> str:

@@ -101,8 +101,6 @@ algorithm.importance_cap=2 => algorithm.old_logprobs=recompute
     algorithm.importance_cap: compares
 rollout.mode=partial => algorithm.old_logprobs=recompute
     algorithm.old_logprobs: some log-probs of the decoder are of earlier policies with rollout.mode
-'rollout.environment={name: calculator}' rollout.mode=spec_rl algorithm.old_logprobs=recompute => rollout.mode=on_policy
-    rollout.mode: an environment's state cannot be carried over
 algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k1 => algorithm.kl.placement=reward
     algorithm.kl.estimator: k1 in the loss
 algorithm.loss=policy_gradient train.num_epochs=2 => train.num_epochs=1

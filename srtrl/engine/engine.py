@@ -141,7 +141,6 @@ class Engine:
                 f"{who}: expected a prefix of 1 to {sampling.max_new_tokens - 1} tokens, fewer than max_new_tokens, "
                 f"found {len(prefix)}"
             )
-        assert request.prefix is None or not request.has_turns, "a prefix in a sample of several turns"
 
     def add(self, request: Request) -> None:
         """Queue a request; inside `rollout`, between two steps.
@@ -188,21 +187,25 @@ class Engine:
     def interrupt(self, num_tokens: int) -> list[Completion]:
         """End the running samples that have sampled at least this many tokens, those of their prefix not counted.
 
-        Inside `rollout`, between two steps. Their tokens become drafts for the samples with the same RNG keys.
+        Inside `rollout`, between two steps. Their tokens become drafts for the samples with the same RNG keys, those of
+        a first turn.
 
         Returns:
             Their responses so far; the finish reason `length` means nothing.
         """
-        ended = [
-            sample
-            for sample in self.scheduler.running
-            if len(self.batch.generated(sample.slot)) - sample.request.num_reused >= num_tokens
-        ]
+
+        def num_sampled(sample: Sample) -> int:
+            start = sample.request.num_reused
+            not_sampled = sum(stop - first for first, stop in sample.extensions if first >= start)
+            return len(self.batch.generated(sample.slot)) - start - not_sampled
+
+        ended = [sample for sample in self.scheduler.running if num_sampled(sample) >= num_tokens]
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
         completions = [self._completion(sample, "length") for sample in ended]
-        self.drafter.finish(slots, [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions])
+        run_aheads = [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions]
+        self.drafter.finish(slots, [None if text.extensions else text for text in run_aheads])
         return completions
 
     @contextmanager

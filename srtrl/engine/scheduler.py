@@ -87,8 +87,12 @@ class Scheduler:
             self._prompts[request.prompt_token_ids] = prompt
         prompt.num_users += 1
         sample = Sample(request, prompt)
-        if request.prefix is not None:
-            sample.token_ids, sample.logprobs = request.prefix.token_ids, request.prefix.rollout_logprobs
+        if (prefix := request.prefix) is not None:
+            sample.token_ids, sample.logprobs = prefix.token_ids, prefix.rollout_logprobs
+            sample.extensions = list(prefix.extensions)
+            if prefix.extensions:
+                text_start = prefix.extensions[-1][0]
+                sample.request = replace(request, turn=len(prefix.extensions), text_start=text_start)
         self._queue(sample, request.admission_key(expected_tokens or 0.0))
 
     def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:

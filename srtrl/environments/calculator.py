@@ -4,7 +4,7 @@ import operator
 import re
 from fractions import Fraction
 
-from srtrl.environments.base import Tool, ToolCall, ToolEnvironment
+from srtrl.environments.base import Step, Tool, ToolCall, ToolEnvironment, Turn
 
 TOKEN = re.compile(r"\s*(?:(\d{1,400}(?:\.\d{1,400})?)|([-+*/()]))")
 OPERATORS = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
@@ -22,6 +22,9 @@ class Environment(ToolEnvironment):
             parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
         ),
     )
+
+    def replay(self, turn: Turn, answer: Step) -> None:
+        """Nothing is kept from call to call."""
 
     def call(self, call: ToolCall) -> tuple[str, str]:
         """The value of the expression, or its error."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import queue
 import time
@@ -16,13 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
-from srtrl.environments.record import Record, key_of
+from srtrl.environments.record import Record, digest_of, key_of
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
@@ -58,8 +59,10 @@ class _Sample:
     reward: float = 0.0
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    unseen: list[Turn] = field(default_factory=list)
-    """Turns that were answered from the record: the environment sees them before the next one."""
+    unseen: list[tuple[Turn, Step]] = field(default_factory=list)
+    """Turns that were answered without the environment, from what it once answered: it sees them before the next."""
+    answers: dict[str, str] = field(default_factory=dict)
+    """See `Conversation`."""
 
 
 @dataclass(slots=True)
@@ -70,7 +73,7 @@ class _Pending:
     sample: _Sample
     turn: Turn
     needs_record: bool
-    """Whether the answer is to be recorded: it comes from the environment, not from the record or the format."""
+    """Whether the answer is to be recorded: it comes neither from the record nor from the format."""
     answer: Future[Step] = field(default_factory=Future)
     started: float | None = None
     """When the environment began, `time.monotonic`."""
@@ -211,19 +214,57 @@ class Conversations:
         self._first_traceback = ""
 
     def submit_turn(self, completion: Completion, prompt: Prompt) -> None:
-        """A turn has ended: let its environment answer in the background, if it takes one to answer."""
-        original, _ = self._starts.get((prompt.prompt_id, prompt.text), (prompt, prompt))
-        sample = self._samples.setdefault(key_of(completion), _Sample(original))
+        """A turn has ended: let its environment answer in the background, if it takes one to answer.
+
+        Of a sample that began with a prefix the turns before it come first, with the answers that they had.
+        """
+        key, request = key_of(completion), completion.request
+        if key not in self._samples:
+            original, _ = self._starts.get((prompt.prompt_id, prompt.text), (prompt, prompt))
+            self._samples[key] = sample = _Sample(original)
+            if request.prefix is not None:
+                sample.answers |= request.prefix.answers
+                for number, (start, stop) in enumerate(request.prefix.extensions):
+                    before = replace(
+                        completion,
+                        request=replace(request, turn=number, prefix=None),
+                        token_ids=completion.token_ids[:start],
+                        finish_reason="stop",
+                        extensions=completion.extensions[:number],
+                    )
+                    pending = self._read(before, sample)
+                    assert pending.answer.done(), "a turn of the prefix has no answer"
+                    pending.needs_record = False
+                    assert self._resolve(pending).extension == completion.token_ids[start:stop], "another observation"
+        pending = self._read(completion, self._samples[key])
+        self._pending.append(pending)
+        if not pending.answer.done():
+            self._queue.put(pending)
+
+    def give_up(self, completion: Completion) -> dict[str, str]:
+        """A sample ends unfinished, in a turn; returns what was answered so far; see `Conversation`."""
+        sample = self._samples.pop(key_of(completion), None)
+        if sample is None:  # no turn has ended since its prefix
+            return {} if completion.request.prefix is None else dict(completion.request.prefix.answers)
+        self._close(sample)
+        return sample.answers
+
+    def _read(self, completion: Completion, sample: _Sample) -> _Pending:
+        """The last turn, with its answer where that takes no call of the environment."""
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
-        if answer is None and (answer := self._record.find(completion)) is not None:
-            sample.unseen.append(turn)
-        pending = _Pending(completion, sample, turn, needs_record=answer is None)
-        self._pending.append(pending)
+        needs_record = False
+        if answer is None:
+            answer = self._record.find(completion)
+            needs_record = answer is None
+            if answer is None and (text := sample.answers.get(digest_of(completion.token_ids))) is not None:
+                answer = Step(**json.loads(text))
+            if answer is not None:
+                sample.unseen.append((turn, answer))
+        pending = _Pending(completion, sample, turn, needs_record=needs_record)
         if answer is not None:
             pending.answer.set_result(answer)
-        else:
-            self._queue.put(pending)
+        return pending
 
     def take_answers(self) -> list[Answer]:
         """The answers since the last call; a sample whose environment exceeds the time limit ends."""
@@ -308,15 +349,18 @@ class Conversations:
                 pending.answer.set_result(step)
 
     def _answer(self, pending: _Pending) -> Step:
-        """The environment's answer to a turn, after the turns that were answered from the record."""
+        """The environment's answer to a turn, after the turns that it has not seen."""
         sample = pending.sample
         if sample.environment is None:
             sample.environment = self.environment_class(self.options, self._shared)
             sample.environment.start(sample.prompt)
         unseen, sample.unseen = sample.unseen, []
-        for turn in unseen:
-            with Caught():  # an error is in the record as the answer
-                self._step(sample.environment, turn)
+        for turn, step in unseen:
+            if self.environment_class.can_replay():
+                sample.environment.replay(turn, step)
+            else:
+                with Caught():  # an error is in the record as the answer
+                    self._step(sample.environment, turn)
         return self._step(sample.environment, pending.turn)
 
     def _step(self, environment: EnvironmentBase, turn: Turn) -> Step:
@@ -341,6 +385,7 @@ class Conversations:
         step = self._result(pending)
         if pending.needs_record:
             self._record.write(completion, step)
+        sample.answers[digest_of(completion.token_ids)] = json.dumps(asdict(step))
         is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
         sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
@@ -360,7 +405,8 @@ class Conversations:
                     f"the environment {self.section.name} answered with an empty text, and the format "
                     f"{self.section.format} puts nothing around it: the next turn needs at least one token before it"
                 )
-            if len(completion.token_ids) + len(extension) >= completion.request.sampling.max_new_tokens:
+            has_room = len(completion.token_ids) + len(extension) < completion.request.sampling.max_new_tokens
+            if not has_room or completion.request.is_whole:
                 stop_reason, extension = "observation", []
             else:
                 sample.segments += [(kind, len(token_ids)) for kind, token_ids in segments if token_ids]
@@ -396,6 +442,7 @@ class Conversations:
                 str(self.tokenizer.decode(completion.token_ids[part], skip_special_tokens=kind == "model"))
                 for kind, part in segment_slices(sample.segments)
             ),
+            answers=sample.answers,
         )
 
     def tokenise_solution(self, text: str) -> Segments:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from pydantic import Field
 
-from srtrl.environments.base import Tool, ToolCall, ToolEnvironment
+from srtrl.environments.base import Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.python_sandbox import PythonSandbox, SandboxKind, SandboxLimits, ToolResult
 from srtrl.recipe.schema import Section
 
@@ -43,6 +43,9 @@ class Environment(ToolEnvironment):
         """A call for each interpreter, so that none waits for one within its time limit."""
         assert isinstance(options, PythonOptions)
         return options.num_workers or min(8, os.cpu_count() or 1)
+
+    def replay(self, turn: Turn, answer: Step) -> None:
+        """Nothing is kept from call to call."""
 
     def call(self, call: ToolCall) -> tuple[str, str]:
         """The output of the code, and its end."""

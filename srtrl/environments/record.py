@@ -3,7 +3,7 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -49,12 +49,12 @@ class Record:
 
     def find(self, completion: Completion) -> Step | None:
         """The answer to the same turn after the same tokens."""
-        return self._known.get(_digest(completion))
+        return self._known.get(digest_of(completion.token_ids, key_of(completion)))
 
     def write(self, completion: Completion, step: Step) -> None:
         """Write an answer."""
         if self._file is not None:
-            row = {"key": _digest(completion), "step": asdict(step)}
+            row = {"key": digest_of(completion.token_ids, key_of(completion)), "step": asdict(step)}
             self._file.write(json.dumps(row | {"crc32": checksum(row)}).encode() + b"\n")
 
     def delete(self) -> None:
@@ -81,8 +81,8 @@ def key_of(completion: Completion) -> tuple[str, int, int]:
     return request.purpose, request.draw_index, request.sample_index
 
 
-def _digest(completion: Completion) -> str:
-    """A hash of the turn's sample and of all tokens up to its end."""
-    digest = hashlib.sha256(repr(key_of(completion)).encode())
-    digest.update(np.array(completion.token_ids, np.int32).tobytes())
+def digest_of(token_ids: Sequence[int], key: tuple[str, int, int] | None = None) -> str:
+    """A hash of all tokens of a response up to a turn's end, and of the sample's key."""
+    digest = hashlib.sha256(repr(key).encode())
+    digest.update(np.array(token_ids, np.int32).tobytes())
     return digest.hexdigest()[:32]

@@ -101,11 +101,6 @@ RULES: tuple[Rule, ...] = (
         "some log-probs of the decoder are of earlier policies with rollout.mode {rollout.mode}: expected recompute",
     ),
     (
-        "rollout.mode",
-        lambda r: r.rollout.mode != "on_policy" and r.rollout.environment,
-        "an environment's state cannot be carried over with a response: with rollout.environment expected on_policy",
-    ),
-    (
         "algorithm.kl.estimator",
         lambda r: r.algorithm.kl.coefficient and (r.algorithm.kl.placement, r.algorithm.kl.estimator) == ("loss", "k1"),
         "k1 in the loss has a gradient of expectation 0: expected k2 or k3, or algorithm.kl.placement reward",

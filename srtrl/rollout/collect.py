@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from srtrl.types import Prefix, SampleKey
 
 
+OnEnd = Callable[[Completion, Conversation | None], None]
+"""Called when a sample of this rank has ended, before it counts as finished. The finish reason is the decoder's."""
 OnProgress = Callable[[int, int], None]
 """Called after each completion with the number of completions so far and of those that are requested; with dynamic
 sampling the latter may grow."""
@@ -45,10 +47,6 @@ class Draws(ABC):
     @abstractmethod
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
-
-    def receive(self, completion: Completion, collector: Collector) -> None:
-        """A completion of this rank."""
-        collector.receive(completion)
 
     @abstractmethod
     def are_over(self, collector: Collector) -> bool:
@@ -94,7 +92,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
                     continue
             started = time.monotonic()
             for completion in engine.step():
-                draws.receive(completion, collector)
+                collector.receive(completion)
             if is_busy:
                 counters.count_busy(time.monotonic() - started)
     with collector.timer.stage("grading"):
@@ -126,7 +124,7 @@ class FixedDraws(Draws):
             for request in whole[collector.ranks.index :: collector.ranks.count]:
                 completion = whole_completion(request, engine.policy_version)
                 engine.drafter.learn([completion])
-                self.receive(completion, collector)
+                collector.receive(completion)
             lines, num_first = [requests], len(requests)
             if collector.ranks.count > 1:
                 lines, num_first = self._deal(engine, collector, requests), engine.options.slots
@@ -177,6 +175,7 @@ class Collector:
     conversations: Conversations | None = None
     """The environments of samples with several turns."""
     on_progress: OnProgress = lambda *_: None
+    on_end: OnEnd = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -237,11 +236,12 @@ class Collector:
         else:
             self.conversations.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
-    def take_answers(self, engine: Engine) -> None:
-        """Continue the samples whose environments have answered; those that end go to the graders.
+    def give_up(self, completion: Completion) -> Mapping[str, str]:
+        """A sample ends here unfinished; returns what its environment has answered."""
+        return {} if self.conversations is None else self.conversations.give_up(completion)
 
-        Their finish reason is `length` where an observation did not fit.
-        """
+    def take_answers(self, engine: Engine) -> None:
+        """Continue the samples whose environments have answered; those that end go to the graders."""
         if self.conversations is None:
             return
         with self.timer.stage("tools"):
@@ -250,13 +250,18 @@ class Collector:
                 if conversation is None:
                     engine.extend(completion, answer.extension)
                     continue
-                engine.end(completion)
-                if conversation.stop_reason == "observation":
-                    completion = replace(completion, finish_reason="length")
+                if not completion.request.is_whole:  # else the engine never had it
+                    engine.end(completion)
                 self._grade(completion, response_text(self.tokenizer, completion.token_ids, ()), conversation)
 
     def _grade(self, completion: Completion, text: str, conversation: Conversation | None) -> None:
-        """A sample has ended: grade what the policy sampled of its `text`."""
+        """A sample has ended: grade what the policy sampled of its `text`.
+
+        Its finish reason is `length` where an observation did not fit.
+        """
+        self.on_end(completion, conversation)
+        if conversation is not None and conversation.stop_reason == "observation":
+            completion = replace(completion, finish_reason="length")
         request = completion.request
         draw = self._draws[request.draw_index]
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
@@ -373,11 +378,12 @@ def whole_completion(request: Request, policy_version: int) -> Completion:
     assert prefix is not None
     assert prefix.finish_reason is not None
     return Completion(
-        request=request,
+        request=replace(request, turn=len(prefix.extensions)),
         token_ids=prefix.token_ids.tolist(),
         rollout_logprobs=prefix.rollout_logprobs.tolist(),
         finish_reason=prefix.finish_reason,
         policy_version=policy_version,
+        extensions=prefix.extensions,
     )
 
 

@@ -2,23 +2,29 @@
 
 Which samples end is decided on a virtual clock: at tick t each sample has t new tokens, as if all decoded side by side,
 a token at a time. A group is complete at the tick of its last sample, and the rollout ends at the tick at which as many
-groups are complete as are wanted. So the end depends on policy, seed and data order alone, where a number of decode
-steps would depend on slots, drafts, pages and ranks.
+groups are complete as are wanted, at tick 1 at the earliest. So the end depends on policy, seed and data order alone,
+where a number of decode steps would depend on slots, drafts, pages and ranks.
 
 The real decoder does not keep that time. A sample may be ahead of the last tick when that is known: what it has beyond
 it is no part of the rollout, even its end (its tokens are drafts for the next rollout, which samples them again). And
 one that is behind is decoded up to that tick.
+
+With an environment the clock counts what the policy samples: observations and tools take no time, so that the order in
+which tools finish decides nothing. A turn that ends at the last tick is answered in this rollout, and the sample goes
+on after the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from srtrl.rollout.collect import FixedDraws, data_order
-from srtrl.types import Completion, FinishReason, Prefix, Prompt, Request, Rollout, SampleKey
+from srtrl.types import Completion, Conversation, FinishReason, Prefix, Prompt, Request, Rollout, SampleKey
 
 if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
@@ -54,8 +60,8 @@ class PartialDraws(FixedDraws):
         self.due = set(due)
         self.carried: dict[SampleKey, Prefix] = {}
         """After the rollout: all samples of the draws that are not complete, finished ones too; on all ranks."""
-        self._completions: dict[SampleKey, Completion] = {}
-        """Of this rank, the interrupted ones too."""
+        self._completions: dict[SampleKey, tuple[Completion, Mapping[str, str]]] = {}
+        """Of this rank, the interrupted ones too, and what their environments have answered."""
         self._ticks: dict[int, dict[int, int]] = {draw_index: {} for draw_index, _ in self.draws}
         """By draw and sample, of all ranks: new tokens of those that are finished."""
         self._num_read = 0
@@ -64,22 +70,13 @@ class PartialDraws(FixedDraws):
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; ends the samples that have reached the last tick first."""
+        collector.on_end = partial(self._publish, collector)
         self._read_ticks(collector, collector.counters.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
-                self._completions[data_order(completion.request)] = completion
+                self._completions[data_order(completion.request)] = completion, collector.give_up(completion)
                 collector.counters.add("finished")
         yield from super().requests(engine, collector)
-
-    def receive(self, completion: Completion, collector: Collector) -> None:
-        """See `Draws`; publishes the tick."""
-        key = data_order(completion.request)
-        self._completions[key] = completion
-        number = collector.counters.add("ended")
-        tick = len(completion.token_ids) - completion.request.num_reused
-        place = (key[0] - self.draws[0][0]) * collector.num_samples + key[1]
-        collector.counters.add(f"ended {number}", 1 + (tick << 32) + place)
-        super().receive(completion, collector)  # counts it as finished: all that are finished have been published
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; of the complete draws. Sets `carried`."""
@@ -88,14 +85,23 @@ class PartialDraws(FixedDraws):
         assert last is not None, "the rollout has not ended"
         complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
         carried: dict[SampleKey, Prefix] = {}
-        for (draw, sample), completion in self._completions.items():
+        for (draw, sample), (completion, answers) in self._completions.items():
             if draw not in complete:
-                is_finished = self._ticks[draw].get(sample, last + 1) <= last
-                reason = completion.finish_reason if is_finished else None
-                carried[draw, sample] = prefix_of(completion, reason, completion.request.num_reused + last)
+                is_finished, new = self._ticks[draw].get(sample, last + 1) <= last, completion.newly_sampled
+                reason, stop = (completion.finish_reason, None) if is_finished else (None, [*new, None][last])
+                carried[draw, sample] = prefix_of(completion, reason, stop, answers)
         for part in collector.ranks.gather(carried, "the samples that are carried over"):
             self.carried |= part
         return collector.take(complete, collector.ranks)
+
+    def _publish(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
+        """A sample has ended: let all ranks know its tick."""
+        key = data_order(completion.request)
+        self._completions[key] = completion, conversation.answers if conversation else {}
+        number = collector.counters.add("ended")
+        tick = len(completion.newly_sampled)
+        place = (key[0] - self.draws[0][0]) * collector.num_samples + key[1]
+        collector.counters.add(f"ended {number}", 1 + (tick << 32) + place)
 
     def _read_ticks(self, collector: Collector, num_ended: int) -> None:
         """Read what was published since the last call, and compute the last tick anew."""
@@ -107,18 +113,33 @@ class PartialDraws(FixedDraws):
         complete = self._complete(collector) if self._num_read > first else {}
         if len(complete) >= self.num_complete and self.due <= complete.keys():
             ticks = sorted(complete.values())
-            self._last_tick = max([ticks[self.num_complete - 1], *(complete[draw] for draw in self.due)])
+            self._last_tick = max([1, ticks[self.num_complete - 1], *(complete[draw] for draw in self.due)])
 
     def _complete(self, collector: Collector) -> dict[int, int]:
         """The draws all of whose samples are finished, as far as is known, in data order, and their ticks."""
         return {d: max(ticks.values()) for d, ticks in self._ticks.items() if len(ticks) == collector.num_samples}
 
 
-def prefix_of(sample: Completion | Rollout, finish_reason: FinishReason | None, length: int | None = None) -> Prefix:
-    """The first `length` tokens of a response, or all of it."""
+def prefix_of(
+    sample: Completion | Rollout,
+    finish_reason: FinishReason | None,
+    length: int | None = None,
+    answers: Mapping[str, str] = MappingProxyType({}),
+) -> Prefix:
+    """The first `length` tokens of a response, or all of it; `answers` are those of the sample's environment."""
     return Prefix(
         token_ids=np.array(sample.token_ids[:length], np.int32),
         rollout_logprobs=np.array(sample.rollout_logprobs[:length], np.float32),
         policy_versions=sample.policy_versions[:length],
         finish_reason=finish_reason,
+        extensions=tuple(part for part in sample.extensions if length is None or part[1] <= length),
+        answers=dict(answers),
     )
+
+
+def whole_prefix(rollout: Rollout) -> Prefix:
+    """A response that has ended, with the finish reason that the decoder gave it."""
+    if (conversation := rollout.conversation) is None:
+        return prefix_of(rollout, rollout.finish_reason)
+    reason: FinishReason = "stop" if conversation.stop_reason == "observation" else rollout.finish_reason
+    return prefix_of(rollout, reason, answers=conversation.answers)

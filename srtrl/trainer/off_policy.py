@@ -5,6 +5,7 @@ docs/off_policy.md says what each mode learns from, and its bias.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ def save_earlier(folder: Path, earlier: Mapping[SampleKey, Prefix]) -> None:
         "lengths": np.array([len(prefix.token_ids) for prefix in prefixes], np.int64),
         "finish_reasons": np.array([REASONS.index(prefix.finish_reason) for prefix in prefixes], np.int64),
         **{name: np.concatenate([getattr(prefix, name) for prefix in prefixes]) for name in PER_TOKEN},
+        "turns": np.frombuffer(json.dumps([(p.extensions, p.answers) for p in prefixes]).encode(), np.uint8),
     }
     write_atomic(folder / FILE, to_safetensors(arrays))
 
@@ -54,9 +56,17 @@ def load_earlier(folder: Path) -> dict[SampleKey, Prefix]:
     ends = np.cumsum(arrays["lengths"])[:-1]
     parts = zip(*(np.split(arrays[name], ends) for name in PER_TOKEN), strict=True)
     reasons = [REASONS[number] for number in arrays["finish_reasons"].tolist()]
+    turns = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else [((), {})] * len(reasons)
     return {
-        (first, second): Prefix(**dict(zip(PER_TOKEN, part, strict=True)), finish_reason=reason)
-        for (first, second), part, reason in zip(arrays["keys"].tolist(), parts, reasons, strict=True)
+        (first, second): Prefix(
+            **dict(zip(PER_TOKEN, part, strict=True)),
+            finish_reason=reason,
+            extensions=tuple((start, stop) for start, stop in extensions),
+            answers=answers,
+        )
+        for (first, second), part, reason, (extensions, answers) in zip(
+            arrays["keys"].tolist(), parts, reasons, turns, strict=True
+        )
     }
 
 
@@ -67,7 +77,7 @@ def accept_prefixes(
 
     Token by token, each is accepted with probability min(1, lenience x p_new / p_old), up to the first that is not.
     p_old is that of the policy that sampled the token, p_new the present policy's, by one pass over the whole response.
-    A response of which every token is accepted stays whole.
+    A response of which every token is accepted stays whole. What was not sampled is accepted with all before it.
 
     Args:
         requests: The new samples.
@@ -78,10 +88,10 @@ def accept_prefixes(
     sequences = [
         TrainSequence(
             token_ids=np.concatenate([np.array(request.prompt_token_ids, np.int64), prefix.token_ids]),
-            targets=len(request.prompt_token_ids) + np.arange(len(prefix.token_ids)),
+            targets=len(request.prompt_token_ids) + prefix.sampled,
             draw_index=request.draw_index,
-            rollout_logprobs=prefix.rollout_logprobs,
-            advantages=np.zeros(len(prefix.token_ids), np.float32),
+            rollout_logprobs=prefix.rollout_logprobs[prefix.sampled],
+            advantages=np.zeros(len(prefix.sampled), np.float32),
         )
         for request, prefix in zip(requests, offered, strict=True)
     ]
@@ -89,9 +99,10 @@ def accept_prefixes(
     computed = with_logprobs("old_logprobs", policy, sequences, context) if sequences else []
     for request, prefix, sequence in zip(requests, offered, computed, strict=True):
         assert sequence.old_logprobs is not None
-        log_ratio = sequence.old_logprobs - prefix.rollout_logprobs
-        length = num_accepted(request.rng_key, log_ratio, context.recipe.rollout.lenience)
-        if length:
+        log_ratio = sequence.old_logprobs - sequence.rollout_logprobs
+        number = num_accepted(request.rng_key, log_ratio, context.recipe.rollout.lenience)
+        if number:
+            length = int(np.append(prefix.sampled, len(prefix.token_ids))[number])
             part = truncated(prefix, length, request.sampling.max_new_tokens)
             accepted[request.draw_index, request.sample_index] = part
     return accepted
@@ -106,12 +117,20 @@ def num_accepted(rng_key: int, log_ratio: npt.NDArray[np.float32], lenience: flo
 
 
 def truncated(prefix: Prefix, length: int, max_tokens: int) -> Prefix:
-    """The first `length` tokens, but no more than `max_tokens`, with which a response is whole."""
+    """The first `length` tokens, but no more than `max_tokens`, with which a response is whole.
+
+    An observation up to or beyond `max_tokens` does not fit: the response ends with the turn before it.
+    """
     stop = min(length, max_tokens)
     finish_reason = prefix.finish_reason if stop == len(prefix.token_ids) else None
     if stop == max_tokens:
         finish_reason = finish_reason or "length"
-    return replace(prefix, **{name: getattr(prefix, name)[:stop] for name in PER_TOKEN}, finish_reason=finish_reason)
+        for first, last in prefix.extensions:
+            if first <= max_tokens <= last:
+                stop, finish_reason = first, "stop"
+    per_token = {name: getattr(prefix, name)[:stop] for name in PER_TOKEN}
+    extensions = tuple(part for part in prefix.extensions if part[1] <= stop)
+    return replace(prefix, **per_token, extensions=extensions, finish_reason=finish_reason)
 
 
 def off_policy_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -15,12 +15,12 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.rollout.partial import PartialDraws, prefix_of
+from srtrl.rollout.partial import PartialDraws, whole_prefix
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.trainer.off_policy import accept_prefixes
+from srtrl.trainer.off_policy import accept_prefixes, truncated
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import Prefix, Prompt, Purpose, Request, Rollout, RolloutGroup, SampleKey, SamplingParams
 
@@ -197,7 +197,8 @@ class StepSampler:
             draws, run_ahead = self.draws([*going_on, *new]), self.run_ahead(step, new, collector)
             self.num_draws = new.stop
             if is_partial:
-                collector.prefixes, oldest = self.earlier, engine.policy_version - rollout.max_age
+                limit, oldest = rollout.max_new_tokens, engine.policy_version - rollout.max_age
+                collector.prefixes = {key: truncated(p, len(p.token_ids), limit) for key, p in self.earlier.items()}
                 due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
                 num_complete = share_of(len(draws), rollout.min_complete)
                 some = PartialDraws(draws, num_complete=num_complete, due=due, run_ahead=run_ahead)
@@ -209,10 +210,10 @@ class StepSampler:
                 with collector.timer.stage("acceptance"):
                     context = UpdateContext(recipe=recipe, step=step, ranks=self.context.ranks)
                     collector.prefixes = accept_prefixes(requests, offered, engine.runner.model, context)
-                num_offered += sum(len(prefix.token_ids) for prefix in offered)
-                num_accepted += sum(len(prefix.token_ids) for prefix in collector.prefixes.values())
+                num_offered += sum(len(prefix.sampled) for prefix in offered)
+                num_accepted += sum(len(prefix.sampled) for prefix in collector.prefixes.values())
                 found = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
-                self.earlier |= {self._key(r): prefix_of(r, r.finish_reason) for group in found for r in group.rollouts}
+                self.earlier |= {self._key(r): whole_prefix(r) for group in found for r in group.rollouts}
             algorithm = recipe.algorithm
             groups = groups + found
             kept = kept + filter_groups(found, algorithm.filters, algorithm.filter_options)
