@@ -3,10 +3,11 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -193,6 +194,31 @@ class Digits(EnvironmentBase):
         return Step(
             observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
         )
+
+
+class Ledger(EnvironmentBase):
+    """As `Digits`, of all turns of the sample so far; counts the steps by these turns."""
+
+    num_steps: ClassVar[Counter[tuple[tuple[int, ...], ...]]] = Counter()
+
+    def __init__(self, options: Section, shared: Any) -> None:
+        super().__init__(options, shared)
+        self.turns: list[tuple[int, ...]] = []
+
+    def step(self, turn: Turn) -> Step:
+        time.sleep(random.random() / 100)
+        self.turns.append(turn.token_ids)
+        self.num_steps[tuple(self.turns)] += 1
+        total = sum(map(sum, self.turns)) + len(self.turns)
+        return Step(
+            observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
+        )
+
+    def replay(self, turn: Turn, answer: Step) -> None:
+        self.turns.append(turn.token_ids)
+
+
+LEDGER = {"name": "environment_cases:Ledger", "max_turns": 4, "max_observation_tokens": 16}
 
 
 class Wild(Format):

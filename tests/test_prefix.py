@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_cases import decode, options, outputs, requests_for, tiny_policy
+from engine_cases import Letters, decode, options, outputs, requests_for, tiny_policy
+from test_turns import converse, turn_options, turn_requests
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
@@ -28,6 +29,27 @@ def test_own_earlier_text_as_prefix_changes_nothing(sizes: dict[str, int], draft
     num_tokens = sum(len(completion.token_ids) for completion in once.values())
     num_reused = sum(request.num_reused for request in begun)
     assert engine.take_metrics()["engine/tokens"] == num_tokens - num_reused, "nothing is sampled twice"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_turns_as_prefix_change_nothing(drafts: bool) -> None:
+    """The prefix ends in a turn, or after the observation that follows it."""
+    policy, random = tiny_policy(), np.random.default_rng(3)
+    once = converse(Engine(policy, turn_options(), tokenizer=Letters()), turn_requests())
+    begun = []
+    for request in turn_requests():
+        whole = once[request.draw_index, request.sample_index]
+        ends = [stop for _, stop in whole.extensions] if request.sample_index == 0 else []
+        length = int(random.choice(ends or whole.newly_sampled))
+        begun.append(replace(request, prefix=prefix_of(whole, None, length) if length else None))
+    prefixes = [request.prefix for request in begun if request.prefix]
+    assert {any(stop == len(p.token_ids) for _, stop in p.extensions) for p in prefixes} == {False, True}
+    engine = Engine(policy, turn_options(), tokenizer=Letters(), drafter=SrtDrafter() if drafts else None)
+    found = converse(engine, begun)
+    assert outputs(found) == outputs(once)
+    assert [found[key].extensions for key in once] == [whole.extensions for whole in once.values()]
+    num_sampled = sum(len(completion.newly_sampled) for completion in found.values())
+    assert engine.take_metrics()["engine/tokens"] == num_sampled, "nothing is sampled twice"
 
 
 def test_a_prefix_that_leaves_nothing_to_sample_is_refused() -> None:
