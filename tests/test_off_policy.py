@@ -1,5 +1,6 @@
 """Whole runs of the modes `partial` and `spec_rl`: their limits are `on_policy`, and nothing depends on timing."""
 
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from engine_cases import make_request, tiny_policy
+from environment_cases import LEDGER
 from scipy.stats import chisquare
 from test_rank_training import assert_close_runs, train
 from test_resume import die_at_call, finish, start
@@ -25,10 +27,12 @@ from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.trainer import Trainer, run_training
 from srtrl.types import Prefix
 
+TOOLS = {"environment": LEDGER}
 MODES: dict[str, dict[str, Any]] = {
     "partial": {"mode": "partial", "min_complete": 0.5},
     "spec_rl": {"mode": "spec_rl", "lenience": 1.0},
 }
+MODES |= {f"{name} with tools": {**mode, **TOOLS} for name, mode in MODES.items()}
 LIMITS: list[dict[str, Any]] = [{"mode": "partial", "min_complete": 1.0}, {"mode": "spec_rl", "lenience": 0.0}]
 RECOMPUTE: dict[str, Any] = {"old_logprobs": "recompute", "importance_cap": 2.0}
 
@@ -53,11 +57,13 @@ def is_kept(rewards: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return (rewards.sum(dim=1) * 7).round() % 3 > 0
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True])
-def test_at_their_limits_the_modes_are_on_policy(policy: Path, tmp_path: Path, is_dynamic: bool) -> None:
+@pytest.mark.parametrize(("is_dynamic", "tools"), [(False, {}), (True, {}), (True, TOOLS)])
+def test_at_their_limits_the_modes_are_on_policy(
+    policy: Path, tmp_path: Path, is_dynamic: bool, tools: dict[str, Any]
+) -> None:
     def run(name: str, rollout: dict[str, Any]) -> tuple[Any, ...]:
         algorithm = RECOMPUTE | ({"filters": [f"{__name__}:is_kept"]} if is_dynamic else {})
-        rollout = rollout | {"dynamic_sampling": is_dynamic}
+        rollout = rollout | tools | {"dynamic_sampling": is_dynamic}
         folder = run_training(recipe_of(policy, tmp_path / name, rollout, algorithm=algorithm)).folder
         tables = [pq.read_table(file) for file in sorted((folder / "rollouts").iterdir())]
         return learned_rows(folder, beside=("off_policy/",)), tables
@@ -89,6 +95,19 @@ def test_killed_and_resumed_equals_uninterrupted(policy: Path, plain: tuple[str,
     assert_same_run(tmp_path / "run", expected)
 
 
+def test_a_lower_limit_ends_what_is_longer(policy: Path, plain: tuple[str, Path], tmp_path: Path) -> None:
+    """On a resume: what goes on or is reused is truncated there, and never ends with an observation."""
+    run = Path(shutil.copytree(plain[1], tmp_path / "run"))
+    recipe = recipe_of(policy, tmp_path, MODES[plain[0]] | {"max_new_tokens": 9})
+    run_training(recipe, resume=True, from_step=4)
+    rows = [row for step in (5, 6) for row in pq.read_table(run / "rollouts" / f"step_00000{step}.parquet").to_pylist()]
+    old = [row for row in rows if (row["policy_versions"] or [9])[-1] < 4 and row["finish_reason"] == "length"]
+    assert old
+    assert {len(row["token_ids"]) <= 9 for row in rows} == {True}
+    assert {len(row["token_ids"]) for row in old if row.get("stop_reason") != "observation"} <= {9}
+    assert {(row.get("segment_kinds") or ["model"])[-1] for row in rows} == {"model"}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_several_ranks_learn_what_one_learns(mode: str, policy: Path, tmp_path: Path) -> None:
     """In the second step samples go on, and prompts come again."""
@@ -108,8 +127,8 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
     """
     changes = {"train__mini_batch_prompts": 4, "train__num_epochs": 1, "train__learning_rate": 0.01}
     changes |= {"train__checkpoint_every": 1, "train__keep_checkpoints": 9, "train__warmup_steps": 0}
-    cap = 2.0 if mode == "partial" else 1.1
-    algorithm = {"old_logprobs": "recompute", "importance_cap": None if mode == "partial" else cap}
+    cap = 2.0 if "partial" in mode else 1.1
+    algorithm = {"old_logprobs": "recompute", "importance_cap": None if "partial" in mode else cap}
     run = run_training(recipe_of(policy, tmp_path, MODES[mode], **changes, algorithm=algorithm)).folder
     folders = [policy, *list_checkpoints(run / "checkpoints")]
     models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in folders]
@@ -128,8 +147,15 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
                     for model in models
                 ]
             )
-            np.testing.assert_allclose(sample["rollout_logprobs"], logprobs[versions, rows], rtol=0, atol=2e-4)
-            own = np.exp(logprobs[now] - logprobs[versions, rows])
+            kinds, lengths = sample.get("segment_kinds", ["model"]), sample.get("segment_lengths", [len(rows)])
+            segments = zip(kinds, lengths, strict=True)
+            rows = rows[[kind == "model" for kind, length in segments for _ in range(length)]]
+            versions = np.array(versions)[rows]
+            logprobs = logprobs[:, rows]
+            sampled = np.arange(len(rows))
+            said = np.array(sample["rollout_logprobs"])[rows]
+            np.testing.assert_allclose(said, logprobs[versions, sampled], rtol=0, atol=2e-4)
+            own = np.exp(logprobs[now] - logprobs[versions, sampled])
             losses.append(-sample["advantage"] * np.minimum(own, cap).mean())
             weights, ages = np.append(weights, own), [*ages, *(now - version for version in versions)]
             computed += np.minimum(own, cap).tolist() if sample["advantage"] else []  # without one there is no pass
