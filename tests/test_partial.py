@@ -121,7 +121,7 @@ def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("sizes", [{"slots": 24}, {"slots": 5}, {"slots": 24, "num_pages": 60}])
-def test_what_ends_is_decided_by_a_clock_of_tokens(sizes: dict[str, int], drafts: bool, once: Sampled) -> None:
+def test_what_ends_is_decided_by_a_clock_of_tokens(sizes: dict[str, Any], drafts: bool, once: Sampled) -> None:
     """Whatever decodes: the groups of a simulation, and the tokens of one decode. So no distribution changes."""
     check(step_through(ONE_RANK, 9, drafts=drafts, **sizes), once)
 

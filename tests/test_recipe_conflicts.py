@@ -167,6 +167,13 @@ def test_functions_that_do_not_fit_are_named_at_their_key(recipe_file: Path, cas
     assert all(line.startswith(beginning) and part in line for line in found)
 
 
+@pytest.mark.parametrize("name", ["environment_cases:Ledger", "environment_cases:Echo"])
+def test_off_policy_modes_refuse_an_environment_without_replay(recipe_file: Path, name: str) -> None:
+    mode = "rollout.mode=partial", "algorithm.old_logprobs=recompute"
+    found = problems_of(recipe_file, *mode, f"rollout.environment={{name: '{name}'}}")
+    assert ["has no `replay`" in problem for problem in found] == [True] * name.endswith("Echo")
+
+
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
 PAGES = ("cispo", "dr_grpo", "gspo", "options", "ppo", "reinforce_plus_plus", "rloo")
 BLOCKS = [

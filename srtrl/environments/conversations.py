@@ -185,7 +185,9 @@ class Conversations:
         with Caught() as caught:
             sample.environment = self.environment_class(self.options, self._shared)
             sample.environment.start(prompt)
-            self._step(sample.environment, turn)
+            answer = self._step(sample.environment, turn)
+            if self.environment_class.can_replay():
+                sample.environment.replay(turn, answer)
         self._close(sample)
         if caught.error is not None:
             tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
