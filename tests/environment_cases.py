@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -214,11 +214,20 @@ class Ledger(EnvironmentBase):
             observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
         )
 
-    def replay(self, turn: Turn, answer: Step) -> None:
+    def replay(self, turn: Turn, answer: Step) -> Coroutine[Any, Any, None] | None:
         self.turns.append(turn.token_ids)
+        return None
 
 
-LEDGER = {"name": "environment_cases:Ledger", "max_turns": 4, "max_observation_tokens": 16}
+class AsyncLedger(Ledger):
+    """As `Ledger`."""
+
+    async def replay(self, turn: Turn, answer: Step) -> None:
+        await asyncio.sleep(0)
+        super().replay(turn, answer)
+
+
+LEDGER = {"name": "environment_cases:AsyncLedger", "max_turns": 4, "max_observation_tokens": 16}
 
 
 class Wild(Format):

@@ -146,12 +146,12 @@ class EnvironmentBase:
         """Answer a turn. It may be a coroutine function."""
         raise NotImplementedError
 
-    def replay(self, turn: Turn, answer: Step) -> None:
+    def replay(self, turn: Turn, answer: Step) -> Coroutine[Any, Any, None] | None:
         """Take the state that `step(turn)` had left, whose answer is given, without doing its work again.
 
         Nothing to do where an answer depends on its turn alone. `rollout.mode: partial` and `spec_rl` need it, for
         samples that go on from turns of an earlier step; without it a resumed run calls `step` again. An answer with
-        the outcome `raised` is an error of `step`, one with `time` exceeded the time limit.
+        the outcome `raised` is an error of `step`. It may be a coroutine function.
         """
         raise NotImplementedError
 

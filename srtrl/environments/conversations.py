@@ -187,7 +187,7 @@ class Conversations:
             sample.environment.start(prompt)
             answer = self._step(sample.environment, turn)
             if self.environment_class.can_replay():
-                sample.environment.replay(turn, answer)
+                self._result_of(sample.environment.replay(turn, answer))
         self._close(sample)
         if caught.error is not None:
             tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
@@ -359,7 +359,7 @@ class Conversations:
         unseen, sample.unseen = sample.unseen, []
         for turn, step in unseen:
             if self.environment_class.can_replay():
-                sample.environment.replay(turn, step)
+                self._result_of(sample.environment.replay(turn, step))
             else:
                 with Caught():  # an error is in the record as the answer
                     self._step(sample.environment, turn)
@@ -367,12 +367,14 @@ class Conversations:
 
     def _step(self, environment: EnvironmentBase, turn: Turn) -> Step:
         """The result of `step`, or of its coroutine."""
-        step: Any = environment.step(turn)
-        if inspect.iscoroutine(step):
-            step = asyncio.run_coroutine_threadsafe(step, self._loop).result()
+        step = self._result_of(environment.step(turn))
         if not isinstance(step, Step):
             raise TypeError(f"`step` of the environment {self.section.name} must return a Step, found {step!r:.80}")
         return step
+
+    def _result_of(self, value: Any) -> Any:
+        """What a coroutine returns; any other value is itself."""
+        return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def _close(self, sample: _Sample) -> None:
         if sample.environment is not None:
