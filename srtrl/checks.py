@@ -82,7 +82,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import check_draft_head, choose_device
+    from srtrl.trainer.build import choose_device
 
     yield "algorithm.advantage", partial(_check_advantage, recipe)
     for option, number, *call in _trials(recipe):
@@ -92,7 +92,6 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "task.name", partial(check_task, recipe)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(_check_drafter, recipe)
-    yield "rollout.draft_head", partial(check_draft_head, recipe)
     if recipe.rollout.environment is not None:
         yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment, recipe.rollout.mode)
     yield "output_dir", partial(_check_folder, recipe.output_dir)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.engine.head_drafts import NoHeadDrafts
 from srtrl.engine.sampling import make_rng_key
 from srtrl.recipe.file import load_recipe
 from srtrl.trainer.build import build_drafter, train_sampling
@@ -23,7 +24,7 @@ def main(recipe_path: str, *overrides: str) -> None:
     recipe = load_recipe(Path(recipe_path), list(overrides))
     trainer = Trainer(recipe, resume=True, console=Console(quiet=True))
     engine, head, checkpoint = trainer.engine, trainer.engine.head_drafts, trainer.checkpoint
-    assert head is not None, "the recipe has no draft head"
+    assert head.is_on, "the recipe has no draft head"
     assert checkpoint is not None, "the run has no checkpoint"
     sampling = train_sampling(recipe, trainer.end_ids)
     requests = [
@@ -43,7 +44,7 @@ def main(recipe_path: str, *overrides: str) -> None:
         for budget in BUDGETS:
             engine.drafter = NoDrafter() if source == "head" else build_drafter(recipe)
             engine.drafter.load(checkpoint)
-            engine.head_drafts = None if source == "drafter" else head
+            engine.head_drafts = NoHeadDrafts() if source == "drafter" else head
             engine.control.fixed = budget
             list(engine.generate(requests))
             metrics = engine.take_metrics()

@@ -15,7 +15,6 @@ from tiny_run import learned_rows, make_recipe, train
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.checks import check_recipe
 from srtrl.drafters.draft_head import length_of
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
@@ -102,14 +101,6 @@ def test_a_head_that_diverges_stops_the_run_and_names_its_options(policy: Path, 
     changes = {**HEAD, "rollout__draft_head": {"learning_rate": 1e9}, "eval": NO_EVALUATION}
     with pytest.raises(TrainingStoppedError, match=r"loss of the draft head is nan: lower rollout.draft_head.learning"):
         train(make_recipe(policy, tmp_path, **changes))
-
-
-def test_a_device_without_kernels_for_it_is_refused(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"rollout.draft_head: runs on a CPU only so far"):
-        check_recipe(make_recipe(policy, tmp_path, **HEAD, device="cuda"))
 
 
 @pytest.mark.parametrize("changes", [{}, SHARDED], ids=["ddp", "fsdp2"])

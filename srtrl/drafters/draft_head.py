@@ -9,6 +9,7 @@ Letters: B sequences, D model width, I width of the MLP, L listed tokens, K dept
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -63,6 +64,13 @@ class DraftHead(nn.Module):
         self.counts = torch.zeros(policy.config.vocab_size, dtype=torch.int64)
         """[V], how often each token came in prompts and responses; on the CPU."""
         self.num_listed = min(vocabulary, policy.config.vocab_size)
+        # Written in place: CUDA graphs hold their addresses.
+        self.token_ids: Tensor
+        """[L] int64, ascending."""
+        self.output: Tensor
+        """[L, D], rows of the policy's output head."""
+        self.register_buffer("token_ids", torch.arange(self.num_listed, device=policy.device), persistent=False)
+        self.register_buffer("output", self.fc.new_zeros(self.num_listed, width), persistent=False)
 
     def count(self, token_ids: npt.NDArray[np.int64]) -> None:
         """Tokens of prompts or responses, which make the list."""
@@ -72,14 +80,13 @@ class DraftHead(nn.Module):
     def refresh(self, policy: Transformer) -> None:
         """Make the list anew, and take over the policy's weights, which must be whole (not sharded)."""
         order = self.counts.argsort(descending=True, stable=True)  # of equals the first
-        self.token_ids = order[: self.num_listed].sort().values.to(policy.device)
-        """[L] int64, ascending."""
+        self.token_ids.copy_(order[: self.num_listed].sort().values)
         self.read(policy)
 
     def read(self, policy: Transformer) -> None:
         """Take over the policy's present embedding and output head."""
         self.embedding = policy.embedding.detach()  # [V, D]
-        self.output = policy.head_weight.detach()[self.token_ids]  # [L, D]
+        torch.index_select(policy.head_weight.detach(), 0, self.token_ids, out=self.output)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Normalised embeddings of `token_ids` [B]: [B, D]."""
@@ -95,6 +102,17 @@ class DraftHead(nn.Module):
     def logits(self, state: Tensor, length: Tensor) -> Tensor:
         """Logits of the listed tokens, [B, L], of states [B, D] in units of `length` [B, 1]."""
         return functional.linear(state * length, self.output)
+
+    def unroll(self, hidden: Tensor, last: Tensor, k: int, take_best: Callable[[int, Tensor], Tensor]) -> None:
+        """Guess K tokens in a row from final hidden states [B, D] and the tokens after them [B].
+
+        `take_best` gets a depth and its logits [B, L], and returns the tokens [B] that the next depth follows.
+        """
+        length = length_of(hidden)
+        state = hidden / length
+        for depth in range(k):
+            state = self(state, self.embed(last))
+            last = take_best(depth, self.logits(state, length))
 
 
 def length_of(hidden: Tensor) -> Tensor:
@@ -130,16 +148,15 @@ def draft_chains(
     """
     tokens = np.empty((len(token_ids), k, 2), np.int32)
     margins = np.empty((len(token_ids), k), np.float32)
-    length = length_of(hidden)
-    state, last, listed = hidden / length, torch.from_numpy(token_ids).long(), head.token_ids.numpy()
-    for depth in range(k):
-        state = head(state, head.embed(last))
-        logits = head.logits(state, length).float().numpy()  # [B, L]
-        use_kernel_threads(8 * logits.size)
-        _take_best(logits, temperatures, rng_keys, positions + depth, listed, tokens[:, depth], margins[:, depth])
-        last = torch.from_numpy(np.maximum(tokens[:, depth, BEST], 0)).long()
-        if depth:
-            tokens[tokens[:, depth - 1, BEST] == REFUSED, depth] = REFUSED
+
+    def take_best(depth: int, logits: Tensor) -> Tensor:
+        use_kernel_threads(8 * logits.numel())
+        noise, found = (temperatures, rng_keys, positions + depth), (tokens[:, depth], margins[:, depth])
+        _take_best(logits.float().numpy(), *noise, head.token_ids.numpy(), *found)
+        return torch.from_numpy(np.maximum(tokens[:, depth, BEST], 0)).long()
+
+    head.unroll(hidden, torch.from_numpy(token_ids).long(), k, take_best)
+    tokens[np.logical_or.accumulate(tokens[..., BEST] == REFUSED, axis=1)] = REFUSED
     return tokens, margins
 
 

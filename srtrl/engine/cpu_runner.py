@@ -1,11 +1,14 @@
 """Decode steps on a CPU: the model in PyTorch, attention and sampling in one Numba kernel each."""
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, num_ancestor_words
+from srtrl.drafters.draft_head import DraftHead, draft_chains
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
 from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
@@ -78,6 +81,15 @@ class CpuRunner(Runner):
         """See `Runner`."""
         if len(moves):
             self.cache.move_indices(moves[:, 0], moves[:, 1])
+
+    def launch_head(self, head: DraftHead, k: int, rows: Int64Array, *noise: Any) -> bool:
+        """See `Runner`."""
+        self._chains = draft_chains(head, self.hidden[torch.from_numpy(rows)], *noise, k=k)
+        return True
+
+    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+        """See `Runner`."""
+        return self._chains
 
     @staticmethod
     def _padded(num_rows: int) -> int:

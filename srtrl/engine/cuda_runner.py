@@ -14,20 +14,24 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead
 from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, ShapePlanner, row_edges
-from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, aligned
+from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, ShapePlanner, padded_rows, row_edges
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, aligned
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
-from srtrl.engine.triton_sampling import SamplingScratch, sample_rows_triton
+from srtrl.engine.triton_sampling import SamplingScratch, rank_listed_triton, sample_rows_triton
 from srtrl.model.attention import copy_to_device
 from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import H200, AttentionScratch, DeviceLimits, choose_split_keys
 from srtrl.model.triton_layers import fused_forward, move_kv
+
+Array = npt.NDArray[Any]
 
 NO_MOVES = np.empty((0, 3), np.int32)
 
@@ -97,6 +101,57 @@ class CudaStep:
     """[L] float32, written."""
 
 
+class CudaHead:
+    """Inputs and guesses of a draft head at fixed addresses; letters as in `srtrl/drafters/draft_head.py`."""
+
+    def __init__(self, head: DraftHead, k: int, num_slots: int, hidden: Tensor) -> None:
+        """For up to `num_slots` sequences after rows of `hidden`."""
+        self.head, self.k, self._hidden = head, k, hidden
+        self._width = aligned(padded_rows(num_slots))
+        self._staging = PinnedCopy((5 + k) * self._width, hidden.device)
+        self._guesses = PinnedCopy(3 * k * self._width, hidden.device)
+        self._num = 0
+
+    def fill(self, rng_keys: npt.NDArray[np.uint64], temperatures: npt.NDArray[np.float32], *numbers: Array) -> None:
+        """Write the inputs of C sequences, [C] each and positions [K, C], and queue their copy."""
+        self._staging.wait()
+        self._num = num = len(rng_keys)
+        staging = self._staging.host.numpy().reshape(-1, self._width)
+        staging[:2].reshape(-1).view(np.uint64)[:num] = rng_keys
+        staging[2] = 0  # the rest is greedy, after a row and a token that exist
+        staging[2].view(np.float32)[:num] = temperatures
+        for row, values in zip(staging[3:], np.vstack(numbers), strict=True):
+            row[:num] = values
+        self._staging.upload(staging.size)
+
+    @torch.inference_mode()
+    def compute(self, num: int) -> None:
+        """Guess for the first `num` sequences, a number that graphs are made for."""
+        staging = self._staging.device.view(-1, self._width)
+        rng_keys = staging[:2].view(-1).view(torch.int64)[:num]
+        temperatures, (rows, last, *positions) = staging[2, :num].view(torch.float32), staging[3:, :num]
+
+        def take_best(depth: int, logits: Tensor) -> Tensor:
+            best, second, margins = self._guesses.device.view(self.k, 3, self._width)[depth, :, :num].unbind()
+            noise, listed = (temperatures, rng_keys, positions[depth]), self.head.token_ids
+            rank_listed_triton(logits, *noise, listed, (best, second, margins.view(torch.float32)))
+            return best
+
+        self.head.unroll(self._hidden.index_select(0, rows), last, self.k, take_best)
+
+    def download(self) -> None:
+        """Queue the copy of the guesses."""
+        self._guesses.download(self._guesses.host.numel())
+
+    def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+        """See `Runner.wait_head`."""
+        self._guesses.wait()
+        guesses = self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num].transpose(2, 0, 1)
+        tokens, margins = guesses[..., [BEST, SECOND]], guesses[..., 2].copy().view(np.float32)
+        tokens[np.logical_or.accumulate(np.isnan(margins), axis=1)] = REFUSED
+        return tokens, margins
+
+
 class CudaRunner(Runner):
     """`Runner` with fused kernels, fixed shapes and sampling on the device.
 
@@ -117,6 +172,7 @@ class CudaRunner(Runner):
                 num_multiprocessors=properties.multi_processor_count,
                 shared_bytes=properties.shared_memory_per_multiprocessor,
             )
+        self._num_slots = options.slots
         self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """The device's work in a step; tests replace it by plain PyTorch."""
@@ -127,7 +183,7 @@ class CudaRunner(Runner):
         largest = self.planner.largest()
         self._staging = PinnedCopy(largest.num_elements, device)
         self._results = PinnedCopy(2 * aligned(largest.num_sampled), device)
-        self._hidden = torch.zeros(largest.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
+        self.hidden = torch.zeros(largest.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # A table of its own: the model's is made anew when the update needs a longer one.
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
@@ -136,7 +192,9 @@ class CudaRunner(Runner):
         self._moves: Int32Array = NO_MOVES
         self._addresses: tuple[int, ...] = ()
         self._step: CudaStep | None = None
-        self._was_awaited = True
+        self._head: CudaHead | None = None
+        self._can_be_timed = True
+        """Whether the next step takes its own time alone."""
 
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
@@ -185,8 +243,7 @@ class CudaRunner(Runner):
                 "on the device: lower rollout.kv_memory_gib, which shrinks the KV cache, or rollout.slots, which makes "
                 "steps smaller"
             ) from error
-        # The rest of a step that was not waited for counts as this step's time.
-        self.was_prepared = is_prepared and self._was_awaited
+        self.was_prepared = is_prepared and self._can_be_timed
         if shape.num_sampled:
             self._results.download(2 * aligned(shape.num_sampled))
 
@@ -196,10 +253,35 @@ class CudaRunner(Runner):
         assert step is not None, "no step was launched"
         if num_sampled:
             self._results.wait()
-        self._was_awaited = num_sampled > 0
+        self._can_be_timed = num_sampled > 0  # else the rest of this step counts as the next one's time
         results = step.results
         token_ids, logprobs = results.token_ids[:num_sampled].copy(), results.logprobs[:num_sampled].copy()
         return SampledRows(token_ids=token_ids, logprobs=logprobs)
+
+    def launch_head(
+        self,
+        head: DraftHead,
+        k: int,
+        rows: Int64Array,
+        token_ids: Int32Array,
+        temperatures: npt.NDArray[np.float32],
+        rng_keys: npt.NDArray[np.uint64],
+        positions: Int64Array,
+    ) -> bool:
+        """See `Runner`; a graph for each padded number of sequences. Weights that move have dropped it before."""
+        if self._head is None or self._head.head is not head:
+            self._head = CudaHead(head, k, self._num_slots, self.hidden)
+        self._head.fill(rng_keys, temperatures, rows, token_ids, positions + np.arange(k)[:, None])
+        num = padded_rows(len(rows))
+        is_prepared = self._graphs.run((head, num), partial(self._head.compute, num))
+        self._can_be_timed &= is_prepared
+        self._head.download()
+        return is_prepared
+
+    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+        """See `Runner`."""
+        assert self._head is not None, "no head was launched"
+        return self._head.wait()
 
     @torch.inference_mode()
     def _compute_by_kernels(self, step: CudaStep) -> None:
@@ -268,7 +350,7 @@ class CudaRunner(Runner):
             sample_positions=views["sample_positions"],
             num_moves=views["num_moves"],
             moves=views["moves"],
-            hidden=self._hidden[: shape.num_rows],
+            hidden=self.hidden[: shape.num_rows],
             tokens=tokens,
             logprobs=logprobs.view(torch.float32),
         )

@@ -16,7 +16,7 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
-from srtrl.engine.head_drafts import HeadDrafts
+from srtrl.engine.head_drafts import HeadDrafts, NoHeadDrafts
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import StepSize, fill_inputs
@@ -73,9 +73,9 @@ class Engine:
             self.batch, prefill_chunk_tokens=options.prefill_chunk_tokens, max_draft_nodes=options.max_draft_nodes
         )
         self.drafter = drafter or NoDrafter()
-        self.head_drafts: HeadDrafts | None = None
+        self.head_drafts = NoHeadDrafts()
         if draft_head is not None:
-            self.head_drafts = HeadDrafts(draft_head, policy, k=options.draft_head_tokens, num_slots=options.slots)
+            self.head_drafts = HeadDrafts(draft_head, self.runner, k=options.draft_head_tokens, num_slots=options.slots)
         self.control = DraftControl(
             cost or StepCost(self.runner.row_edges(MAX_ROWS)),
             fixed=None if options.draft_budget == "auto" else options.draft_budget,
@@ -106,7 +106,7 @@ class Engine:
     @property
     def is_off(self) -> bool:
         """Whether nothing is ever drafted."""
-        has_source = self.head_drafts is not None or not isinstance(self.drafter, NoDrafter)
+        has_source = self.head_drafts.is_on or not isinstance(self.drafter, NoDrafter)
         return not has_source or self.control.fixed == 0
 
     @property
@@ -224,8 +224,7 @@ class Engine:
             )
         self.warm_up()
         self.control.begin_rollout(purpose)
-        if self.head_drafts is not None:
-            self.head_drafts.begin_rollout(purpose)
+        self.head_drafts.begin_rollout(purpose)
         self._is_decoding = True
         try:
             yield
@@ -259,13 +258,16 @@ class Engine:
         sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
+        self.head_drafts.observe(trees, verified, self.stats)
         clock.lap("verify")
+        if drafted:  # the next step will draft, too: what the host does until then hides the time of the head
+            num = step.num_primaries
+            self.head_drafts.launch(self.batch, step.slots[:num], self.control.seconds_per_token(num))
+            clock.lap("propose")
         if trees.num_nodes:
             self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
         clock.lap("commit")
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
-        if self.head_drafts is not None:
-            self.head_drafts.observe(trees, verified, self.stats)
         clock.lap("observe")
         self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
         completions = self._take_finished(verified)
@@ -281,8 +283,6 @@ class Engine:
         if has_new_weights:
             self.runner.weights_changed()
             self.policy_version += 1
-            if self.head_drafts is not None:
-                self.head_drafts.weights_changed()
 
     def take_metrics(self, ranks: Ranks = ONE_RANK) -> dict[str, float]:
         """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter.
@@ -313,8 +313,7 @@ class Engine:
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
             self.drafter.start(slots, [sample.request for sample in step.started])
-            if self.head_drafts is not None:
-                self.head_drafts.start(slots)
+            self.head_drafts.start(slots)
             resumed = [self.batch.generated(sample.slot)[sample.request.text_start :] for sample in step.started]
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
@@ -335,12 +334,9 @@ class Engine:
         self.drafter.min_score = self.control.score_floor(num)
         # A sample that ends with its next token needs no draft.
         room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, max_nodes, 0)
-        if self.head_drafts is not None:
-            self.head_drafts.draft(self.runner, batch, slots, room, self.control.seconds_per_token(num))
         proposed = self.drafter.propose(slots, room)
         check_trees(proposed, room, self.vocab_size, str(self.drafter))
-        if self.head_drafts is not None:
-            proposed = self.head_drafts.merge(proposed, slots, room, self.drafter.min_score)
+        proposed = self.head_drafts.merge(proposed, slots, room, self.drafter.min_score)
         clock.lap("propose")
         num_other_rows = len(step.slots) - num + step.num_prompt_rows
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
@@ -439,7 +435,7 @@ class Engine:
         self._is_warm = True
         if not self.runner.is_asynchronous:
             set_cpu_threads()
-        compile_kernels(with_drafts=not self.is_off, with_head=self.head_drafts is not None)
+        compile_kernels(with_drafts=not self.is_off, with_head=self.head_drafts.is_on)
         budgets_drafts = self.control.fixed is None
         if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.wants_run_aheads):
             return

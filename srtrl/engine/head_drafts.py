@@ -12,16 +12,14 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead, draft_chains, merge_chains
+from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead, merge_chains
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
 from srtrl.engine.rows import Int64Array
 from srtrl.engine.runner import Runner
 from srtrl.engine.stats import DRAFTER, HEAD, EngineStats
 from srtrl.engine.verify import RUNNING, Verified
-from srtrl.model.transformer import Transformer
 
 Array = npt.NDArray[Any]
 
@@ -34,17 +32,48 @@ MAX_TOKENS = 1000.0
 PROBE_EVERY = 16
 """One step in this many it runs for all sequences, so that what it promises stays current."""
 NO_ROW = -1
+NOBODY: Int64Array = np.empty(0, np.int64)
 HITS, TRIALS = 0, 1
 
 
-class HeadDrafts:
+class NoHeadDrafts:
+    """What an engine without a draft head has in its place: it does nothing."""
+
+    is_on = False
+
+    def begin_rollout(self, purpose: str) -> None:
+        """The next steps are of a new rollout, maybe with new weights."""
+
+    def start(self, slots: Int64Array) -> None:
+        """Samples have got their slots: no hidden state of them is known until a step has sampled a token."""
+
+    def observe(self, trees: DraftTrees, verified: Verified, stats: EngineStats) -> None:
+        """Learn from the tokens that followed the drafts, count them, and note where the next ones begin."""
+
+    def launch(self, batch: Batch, slots: Int64Array, seconds_per_token: float) -> None:
+        """Begin to draft for those of `slots` for which it pays, after a verified step.
+
+        Args:
+            batch: The samples.
+            slots: Those that the step has decoded, run-aheads not among them.
+            seconds_per_token: Time in which a step without drafts gives a token.
+        """
+
+    def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
+        """Add the drafts to the drafter's trees for `slots` [B], of at most `max_nodes` [B] nodes each."""
+        return trees
+
+
+class HeadDrafts(NoHeadDrafts):
     """The head's drafts for the slots of one engine."""
 
-    def __init__(self, head: DraftHead, policy: Transformer, *, k: int, num_slots: int) -> None:
+    is_on = True
+
+    def __init__(self, head: DraftHead, runner: Runner, *, k: int, num_slots: int) -> None:
         """`k`: tokens that are guessed in a row."""
         self.head = head
         self.k = k
-        self._policy = policy
+        self._runner = runner
         self.tables: dict[str, Array] = {}
         """By purpose, [k, 2, NUM_BINS, 2]: accepted and tried, of the best and the second best token."""
         self._promised: dict[str, float] = {}
@@ -57,73 +86,25 @@ class HeadDrafts:
         self._seconds = 0.0
         """Of a draft of one sequence."""
         self._num_steps = 0
-        self._slots: Int64Array = np.empty(0, np.int64)
-        """[C], of the sequences that it has drafted for in this step; `_bins` [C, k] and `_tokens` belong to them."""
+        self._launched = self._owners = NOBODY
+        """Slots that it drafts for, and [C] the sequences of the present step that it has drafted for."""
+        self._was_prepared = True
         self._trees = DraftTrees.empty(0)
-        head.refresh(policy)
 
     def begin_rollout(self, purpose: str) -> None:
-        """The next steps are of a new rollout."""
+        """See `NoHeadDrafts`."""
         self._purpose = purpose
         self.tables.setdefault(purpose, np.zeros((self.k, 2, NUM_BINS, 2)))
         self._promised.setdefault(purpose, float(self.k))
+        self.head.refresh(self._runner.model)
+        self._rows[:], self._launched = NO_ROW, NOBODY
 
     def start(self, slots: Int64Array) -> None:
-        """Samples have got their slots: no hidden state of them is known until a step has sampled a token."""
+        """See `NoHeadDrafts`."""
         self._rows[slots], self._covered[slots] = NO_ROW, 0.0
 
-    def weights_changed(self) -> None:
-        """Policy and head have learned."""
-        self.head.refresh(self._policy)
-        self._rows[:] = NO_ROW
-
-    def draft(self, runner: Runner, batch: Batch, slots: Int64Array, room: Array, seconds_per_token: float) -> None:
-        """Draft for those of `slots` [B] for which it pays.
-
-        Args:
-            runner: It has the hidden states of the last step.
-            batch: Its samples.
-            slots: Those that the coming step decodes.
-            room: [B], their largest numbers of draft nodes.
-            seconds_per_token: Time in which a step without drafts gives a token.
-        """
-        started = time.perf_counter()
-        self._num_steps += 1
-        gain = self._promised[self._purpose] * (1 - self._covered[slots])
-        pays = (gain > self._seconds / seconds_per_token) | (self._num_steps % PROBE_EVERY == 0)
-        self._owners = np.flatnonzero((self._rows[slots] != NO_ROW) & (room > 0) & pays)
-        self._slots = slots = slots[self._owners]
-        if not len(slots):
-            return
-        positions = batch.num_tokens[slots]
-        self._tokens, margins = draft_chains(
-            self.head,
-            runner.hidden[torch.from_numpy(self._rows[slots])],
-            batch.token_ids[slots, positions - 1],
-            batch.temperatures[slots],
-            batch.rng_keys[slots],
-            positions - batch.num_prompt_tokens[slots],
-            k=self.k,
-        )
-        self._bins = np.minimum(margins / BIN_NATS, NUM_BINS - 1).astype(np.int64)
-        self._chances = np.empty(self._tokens.shape, np.float32)
-        _fill_chances(self.tables[self._purpose], self._bins, self._tokens, self._chances)
-        promised = self._promised[self._purpose]
-        self._promised[self._purpose] += 0.1 * (float(self._chances.sum()) / len(slots) - promised)
-        self._last_seconds = time.perf_counter() - started
-        self._seconds += 0.1 * (self._last_seconds / len(slots) - self._seconds)
-
-    def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
-        """Add the drafts to the drafter's trees for `slots` [B], of at most `max_nodes` [B] nodes each."""
-        self._trees = trees
-        sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
-        self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
-        if not len(self._slots):
-            return trees
-        return merge_chains(trees, self._owners, self._tokens, self._chances, max_nodes, min_score)
-
     def observe(self, trees: DraftTrees, verified: Verified, stats: EngineStats) -> None:
-        """Learn from the tokens that followed the drafts, count them, and note where the next ones begin."""
+        """See `NoHeadDrafts`."""
         num_new, offsets = verified.num_new, verified.offsets
         last = np.full(len(num_new), ROOT)
         has_path = num_new > 1
@@ -134,13 +115,59 @@ class HeadDrafts:
         proposed, self._trees = self._trees, DraftTrees.empty(0)
         arrays = proposed.token_ids, proposed.parents, proposed.offsets
         _count_drafter(arrays, verified.token_ids, offsets, stats.accepted_by_source[DRAFTER])
-        if len(self._slots):
+        if len(self._owners):
             chains = self._owners, self._tokens, self._bins
             table = self.tables[self._purpose]
             _learn(chains, verified.token_ids, offsets, table, stats.accepted_by_source[HEAD])
             stats.num_head_steps += 1
             stats.head_seconds += self._last_seconds
-            self._slots = self._slots[:0]
+            self._owners = NOBODY
+
+    def launch(self, batch: Batch, slots: Int64Array, seconds_per_token: float) -> None:
+        """See `NoHeadDrafts`."""
+        started = time.perf_counter()
+        self._num_steps += 1
+        gain = self._promised[self._purpose] * (1 - self._covered[slots])
+        pays = (gain > self._seconds / seconds_per_token) | (self._num_steps % PROBE_EVERY == 0)
+        has_room = batch.max_tokens[slots] - batch.num_tokens[slots] > 1
+        self._launched = slots = slots[(self._rows[slots] != NO_ROW) & has_room & pays]
+        if len(slots):
+            positions = batch.num_tokens[slots]
+            self._was_prepared = self._runner.launch_head(
+                self.head,
+                self.k,
+                self._rows[slots],
+                batch.token_ids[slots, positions - 1],
+                batch.temperatures[slots],
+                batch.rng_keys[slots],
+                positions - batch.num_prompt_tokens[slots],
+            )
+        self._last_seconds = time.perf_counter() - started
+
+    def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
+        """See `NoHeadDrafts`."""
+        self._trees = trees
+        sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
+        self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
+        launched, self._launched = self._launched, NOBODY
+        if not len(launched):
+            return trees
+        started = time.perf_counter()
+        tokens, margins = self._runner.wait_head()
+        places = np.full(len(self._rows), len(slots))
+        places[slots[max_nodes > 0]] = np.flatnonzero(max_nodes)
+        places = np.where(self._rows[launched] == NO_ROW, len(slots), places[launched])  # some have lost their slots
+        order = places.argsort()[: (places < len(slots)).sum()]
+        self._owners, self._tokens, margins = places[order], tokens[order], margins[order]
+        self._bins = np.minimum(margins / BIN_NATS, NUM_BINS - 1).astype(np.int64)
+        self._chances = np.empty(self._tokens.shape, np.float32)
+        _fill_chances(self.tables[self._purpose], self._bins, self._tokens, self._chances)
+        promised = self._promised[self._purpose]
+        self._promised[self._purpose] += 0.1 * (float(self._chances.sum()) / len(launched) - promised)
+        self._last_seconds += time.perf_counter() - started
+        if self._was_prepared:
+            self._seconds += 0.1 * (self._last_seconds / len(launched) - self._seconds)
+        return merge_chains(trees, self._owners, self._tokens, self._chances, max_nodes, min_score)
 
 
 @numba.njit(cache=True, nogil=True)

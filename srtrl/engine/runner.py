@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl.drafters.draft_head import DraftHead
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.batch import Batch
 from srtrl.engine.page_pool import PagePool
@@ -78,7 +79,7 @@ class Runner(ABC):
     """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
     cache: KVCache
     hidden: Tensor
-    """[N, D], after the final norm, of the rows of the last step, on the device; the next step overwrites them."""
+    """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
         """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""
@@ -102,6 +103,27 @@ class Runner(ABC):
     @abstractmethod
     def wait(self, num_sampled: int) -> SampledRows:
         """Wait for the launched step; returns the first `num_sampled` rows. Does not wait for 0 of them."""
+
+    @abstractmethod
+    def launch_head(
+        self,
+        head: DraftHead,
+        k: int,
+        rows: Int64Array,
+        token_ids: Int32Array,
+        temperatures: npt.NDArray[np.float32],
+        rng_keys: npt.NDArray[np.uint64],
+        positions: Int64Array,
+    ) -> bool:
+        """Queue the draft head's guesses after the last step's `rows` [C]; the others are those of `draft_chains`.
+
+        Returns:
+            Whether that was all: no kernel was compiled, and no graph captured.
+        """
+
+    @abstractmethod
+    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+        """Wait for the guesses that were launched last; see `draft_chains` for what it returns."""
 
     @property
     def num_pages(self) -> int:

@@ -169,18 +169,11 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
 
 
-def check_draft_head(recipe: Recipe) -> None:
-    """Refuse a draft head on a CUDA device, which has no kernels for it."""
-    if recipe.rollout.draft_head is not None and choose_device(recipe).type == "cuda":
-        raise ValueError("rollout.draft_head: runs on a CPU only so far; leave it out, or use device=cpu")
-
-
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
     """The draft head with a fresh optimizer, or None where the recipe has none."""
     section = recipe.rollout.draft_head
     if section is None:
         return None
-    assert policy.device.type == "cpu", "see check_draft_head"
     dtype = DTYPES[recipe.model.dtype]
     head = DraftHead(policy, dtype, vocabulary=section.vocabulary, hidden=section.hidden, seed=recipe.seed)
     return DraftHeadLearner(head, policy, recipe)

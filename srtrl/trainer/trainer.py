@@ -292,9 +292,8 @@ class Trainer:
         """Take back a checkpoint, whose weights are loaded: the optimizers, the drafter's rollouts and `state`."""
         for name, optimizer in self.optimizers.items():
             load_state(optimizer, self.policy.dtype, checkpoint, name)
-        if self.draft_head is not None and self.engine.head_drafts is not None:
+        if self.draft_head is not None:
             self.draft_head.load(checkpoint)
-            self.engine.head_drafts.weights_changed()
         self.engine.drafter.load(checkpoint)
         state = read_state(checkpoint)
         self.step = state.step
