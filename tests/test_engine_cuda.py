@@ -13,11 +13,14 @@ import torch
 from engine_cases import Completions, FakeDrafter, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import runner_policy, use_reference
+from test_draft_head import make_head
 
 from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.engine import Engine, EngineOptions, make_runner
+from srtrl.engine.rows import StepShape
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request
@@ -25,13 +28,19 @@ from srtrl.types import Request
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
 
 
-def cuda_engine(policy: Transformer, *, drafter: DrafterBase | None = None, **changes: object) -> Engine:
+def cuda_engine(
+    policy: Transformer,
+    *,
+    drafter: DrafterBase | None = None,
+    draft_head: DraftHead | None = None,
+    **changes: object,
+) -> Engine:
     """An engine as on a CUDA device."""
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
     runner = CudaRunner(policy, wanted, 32)
     if KERNEL_DEVICE == "cpu":
         use_reference(runner)
-    return Engine(policy, wanted, drafter=drafter, runner=runner)
+    return Engine(policy, wanted, drafter=drafter, runner=runner, draft_head=draft_head)
 
 
 def cuda_requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, **changes: Any) -> list[Request]:
@@ -79,6 +88,33 @@ def test_tokens_are_those_of_the_cpu_path_with_any_drafts() -> None:
         assert (metrics["engine/verified_per_decode_step"] > 1.2) == (accuracy is not None)
         assert (metrics["engine/tokens_per_decode_step"] > 1.2) == ((accuracy or 0.0) > 0.5)
         assert len(runner_of(engine)._graphs) > 0 or accuracy, "with drafts few steps come twice"
+
+
+@pytest.mark.parametrize("kind", ["random", "garbage"])
+def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str) -> None:
+    """Two slots at a time and nine, with preemption; graphs are made for few numbers of sequences, and kept."""
+    requests, policy = cuda_requests(num_samples=3, temperature=0.8), runner_policy()
+    expected = sequential(requests)
+    for slots, num_pages in ((2, None), (9, 8)):
+        wanted = {"slots": slots, "num_pages": num_pages, "draft_budget": 4, "max_sequence_tokens": 32}
+        on_cpu = runner_policy().cpu()
+        engines = [
+            cuda_engine(policy, draft_head=make_head(policy, kind), **wanted),
+            Engine(on_cpu, options(**wanted), draft_head=make_head(on_cpu, kind)),
+        ]
+        accepted = []
+        for engine in engines:
+            for _ in range(2):
+                assert_same_text(decode(engine, requests), expected)
+                engine.end_step(has_new_weights=True)
+            metrics = engine.take_metrics()
+            names = (name for name in metrics if "acceptance_depth" in name or name == "engine/head_steps_share")
+            accepted.append({name: metrics[name] for name in names})
+            assert num_pages is None or metrics["engine/preemptions"] > 0
+        assert accepted[0] == accepted[1]
+        assert (accepted[0]["engine/head_acceptance_depth_1"] > 0) == (kind == "random")
+        graphs = [key for key in runner_of(engines[0])._graphs._graphs if not isinstance(key, StepShape)]
+        assert 1 <= len(graphs) <= slots
 
 
 def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ REGISTERS = 65_536
 
 KERNELS = {
     *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_silu_rows"),
-    *("move_kv_paths", "rank_blocks", "finish_rows"),
+    *("move_kv_paths", "rank_blocks", "finish_rows", "rank_listed"),
 }
 
 WIDE, MANY = (
@@ -63,9 +63,13 @@ STEP = {
 }
 """What a step of 64 sequences without drafts launches for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""
 
+DRAFT_TOKENS = 3
+"""That a draft head guesses in a row: each is a launch of `rank_listed`."""
+
 
 def main() -> None:
     """Print what was compiled and launched: {kernels: a list of {model, kernel, capability, ...}, step: counts}."""
+    import numpy as np
     import torch
     import triton
     from torch.nn import Linear
@@ -74,6 +78,7 @@ def main() -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from srtrl.drafters.draft_head import DraftHead
     from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
     from srtrl.model import tree_attention
@@ -167,12 +172,16 @@ def main() -> None:
         )
         runner = CudaRunner(policy, EngineOptions(cuda_graphs=False, slots=512), 16_000)
         runner.allocate_pages(4)
+        head = DraftHead(policy, policy.dtype, vocabulary=2048, hidden=8, seed=0)
+        head.read(policy)
+        zeros = np.zeros(64, np.int64)
         for device.capability in capabilities_of(model):
             for num_rows, num_sequences in steps:
                 launches.clear()
                 with Launches():  # type: ignore[no-untyped-call]
                     runner.time_step(num_rows, 30, num_sequences=num_sequences)
                 counts = counts or {name: count // 2 for name, count in launches.items()}  # the first compiles
+            runner.launch_head(head, DRAFT_TOKENS, zeros, zeros, zeros, zeros, zeros)
     json.dump({"kernels": list(found.values()), "step": counts}, sys.stdout)
 
 
@@ -241,6 +250,7 @@ def test_a_step_launches_what_it_did(compiled: dict[str, Any]) -> None:
 
 def write_docs(path: Path, compiled: dict[str, Any]) -> None:
     """Replace the table of kernels between its two marks."""
+    launches = STEP | {"rank_listed": DRAFT_TOKENS}
     lines = [
         "| kernel | lanes | registers | spilled | shared KiB | programs | launches |",
         "| --- " + "| --: " * 6 + "|",
@@ -248,11 +258,8 @@ def write_docs(path: Path, compiled: dict[str, Any]) -> None:
     for row in compiled["kernels"]:
         if (row["model"], row["capability"]) == ("qwen2.5-1.5b", 90):
             cells = [f"`{row['kernel']}`", row["lanes"] or "", row["registers"], row["spilled"]]
-            lines.append(
-                "| "
-                + " | ".join(map(str, [*cells, f"{row['shared'] / 1024:.0f}", row["programs"], STEP[row["kernel"]]]))
-                + " |"
-            )
+            cells += [f"{row['shared'] / 1024:.0f}", row["programs"], launches[row["kernel"]]]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     begin, end = "<!-- kernels -->\n", "<!-- end of kernels -->"
     text = path.read_text(encoding="utf-8")
     head, tail = text.split(begin)[0], text.split(end)[1]

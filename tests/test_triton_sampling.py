@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
+from srtrl.drafters.draft_head import REFUSED, _take_best
 from srtrl.engine.sampling import sample_rows_reference, to_uniform
-from srtrl.engine.triton_sampling import MARGIN, SamplingScratch, rough_gumbel, sample_rows_triton
+from srtrl.engine.triton_sampling import MARGIN, SamplingScratch, rank_listed_triton, rough_gumbel, sample_rows_triton
 from srtrl.model.triton_jit import jit
 
 
@@ -111,6 +112,33 @@ def test_a_row_that_is_part_of_a_wider_matrix() -> None:
     part.logits = wide[:, :300]
     assert part.logits.stride(0) == 400
     assert torch.equal(torch.stack(part.sample()), torch.stack(whole.sample()))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, of the interpreter
+@pytest.mark.parametrize(("num_listed", "block"), [(1, 16), (7, 64), (300, 64), (300, 512)])
+@pytest.mark.parametrize(("kind", "dtype"), [("random", torch.float32), ("tied", torch.bfloat16)])
+def test_guesses_of_a_draft_head_are_those_of_the_cpu(
+    num_listed: int, block: int, kind: str, dtype: torch.dtype
+) -> None:
+    temperatures = torch.tensor([0.0, 0.3, 1.0, 2.0, 1.0, 0.0, 1.0])
+    logits = 2 * random_logits(7, num_listed, kind).to(dtype)
+    for row, broken in ((4, torch.nan), (5, -torch.inf), (6, torch.inf)):
+        logits[row, -1] = broken
+    rows = Rows(logits, temperatures)
+    listed = torch.arange(num_listed, device=KERNEL_DEVICE) * 3 + 1
+    expected, expected_margins = np.empty((7, 2), np.int32), np.empty(7, np.float32)
+    keys, positions = rows.rng_keys.cpu().numpy().view(np.uint64), rows.positions.cpu().numpy().astype(np.int64)
+    noise = (temperatures.numpy(), keys, positions)
+    _take_best(logits.float().numpy(), *noise, listed.cpu().numpy(), expected, expected_margins)
+    found = torch.full((2, 7), -7, dtype=torch.int32, device=KERNEL_DEVICE)
+    margins = torch.zeros(7, device=KERNEL_DEVICE)
+    device_noise = (rows.temperatures, rows.rng_keys, rows.positions)
+    rank_listed_triton(rows.logits, *device_noise, listed, (found[0], found[1], margins), block=block)
+    refused = (expected[:, 0] == REFUSED).tolist()
+    assert refused == margins.isnan().tolist() == [False] * 4 + [True] * 3
+    assert found[:, :4].T.tolist() == expected[:4].tolist()
+    assert set(found[0].tolist()) <= set(listed.tolist()), "the next depth looks them up"
+    np.testing.assert_allclose(margins[:4].cpu(), expected_margins[:4], atol=1e-4)
 
 
 @jit

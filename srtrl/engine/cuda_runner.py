@@ -148,7 +148,8 @@ class CudaHead:
         self._guesses.wait()
         guesses = self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num].transpose(2, 0, 1)
         tokens, margins = guesses[..., [BEST, SECOND]], guesses[..., 2].copy().view(np.float32)
-        tokens[np.logical_or.accumulate(np.isnan(margins), axis=1)] = REFUSED
+        is_refused = np.isnan(margins)
+        tokens[np.logical_or.accumulate(is_refused, axis=1)], margins[is_refused] = REFUSED, np.inf
         return tokens, margins
 
 
