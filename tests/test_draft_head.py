@@ -1,6 +1,7 @@
 """A draft head changes no token, whatever it guesses: random, untrained, trained, or none that is finite."""
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
+from srtrl.engine.head_drafts import HeadDrafts
 from srtrl.engine.sampling import make_rng_key, uniform_noise
 from srtrl.model.transformer import Transformer
 
@@ -70,6 +72,33 @@ def test_turns_are_those_without_drafts(plain: tuple[Transformer, Completions]) 
         engine = Engine(policy, chosen, tokenizer=Letters(), drafter=SrtDrafter(), draft_head=head)
         assert outputs(converse(engine, turn_requests(max_new_tokens=44), delays)) == outputs(truth)
         assert engine.take_metrics()["engine/head_acceptance_depth_1"] > 0
+
+
+def test_what_margins_were_worth_is_saved_and_read_for_any_k(
+    tmp_path: Path, plain: tuple[Transformer, Completions]
+) -> None:
+    policy, truth = plain
+
+    def head_drafts(k: int) -> tuple[Engine, HeadDrafts]:
+        chosen, head = options(draft_budget=4, draft_head_tokens=k), make_head(policy, "random")
+        engine = Engine(policy, chosen, tokenizer=Letters(), draft_head=head)
+        assert isinstance(engine.head_drafts, HeadDrafts)
+        return engine, engine.head_drafts
+
+    engine, saved = head_drafts(3)
+    saved.load(tmp_path)  # of a run that had no head
+    decode(engine, varied_requests())
+    saved.save(tmp_path)
+    [[purpose, rows]] = saved.tables.items()
+    assert (rows[:, 0].sum((1, 2)) > 0).all()
+    for k in (2, 3, 5):
+        engine, loaded = head_drafts(k)
+        loaded.load(tmp_path)
+        table = loaded.tables[purpose]
+        assert (table[:3] == rows[:k]).all()
+        assert len(table) == k
+        assert not table[3:].any()
+        assert outputs(decode(engine, varied_requests())) == outputs(truth)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

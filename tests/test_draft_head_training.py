@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from srtrl.drafters.draft_head import length_of
+from srtrl.engine.head_drafts import FILE
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
 from srtrl.rollout.packing import pack
@@ -83,14 +84,18 @@ def test_policy_weights_are_those_without_a_head(
 
 
 def test_a_resumed_head_learns_what_it_would_have(policy: Path, tmp_path: Path) -> None:
-    whole = train(make_recipe(policy, tmp_path / "whole", **HEAD)).folder
-    train(make_recipe(policy, tmp_path / "again", **HEAD, train__num_steps=2))
-    resumed = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder
+    settings = {**HEAD, "rollout__drafter": "none"}  # its own drafts would decide where the head drafts
+    whole = train(make_recipe(policy, tmp_path / "whole", **settings)).folder
+    train(make_recipe(policy, tmp_path / "again", **settings, train__num_steps=2))
+    resumed = train(make_recipe(policy, tmp_path / "again", **settings), resume=True).folder
     assert learned_rows(resumed)[-2:] == learned_rows(whole)[-2:]
     found, expected = (tensors_of(last_checkpoint(run) / DRAFT_HEAD) for run in (resumed, whole))
     assert found["counts"].sum() > 1000
     assert found.keys() >= {"counts", "fc.weight", "fc.exp_avg", "norm.step"}
     assert_equal(found, expected)
+    margins, whole_margins = (load_file(last_checkpoint(run) / FILE)["train"] for run in (resumed, whole))
+    assert margins.sum() > 1000
+    assert torch.equal(margins, whole_margins)
     shutil.rmtree(tmp_path / "again")
     train(make_recipe(policy, tmp_path / "again", train__num_steps=2))  # a head that is new in the middle of a run
     added = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder

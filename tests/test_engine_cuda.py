@@ -96,7 +96,7 @@ def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str)
     requests, policy = cuda_requests(num_samples=3, temperature=0.8), runner_policy()
     expected = sequential(requests)
     for slots, num_pages in ((2, None), (9, 8)):
-        wanted = {"slots": slots, "num_pages": num_pages, "draft_budget": 4, "max_sequence_tokens": 32}
+        wanted: dict[str, Any] = {"slots": slots, "num_pages": num_pages, "draft_budget": 4, "max_sequence_tokens": 32}
         on_cpu = runner_policy().cpu()
         engines = [
             cuda_engine(policy, draft_head=make_head(policy, kind), **wanted),

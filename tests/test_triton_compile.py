@@ -174,7 +174,7 @@ def main() -> None:
         runner.allocate_pages(4)
         head = DraftHead(policy, policy.dtype, vocabulary=2048, hidden=8, seed=0)
         head.read(policy)
-        zeros = np.zeros(64, np.int64)
+        zeros: Any = np.zeros(64, np.int64)
         for device.capability in capabilities_of(model):
             for num_rows, num_sequences in steps:
                 launches.clear()

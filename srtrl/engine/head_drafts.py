@@ -7,11 +7,14 @@ it changes a token.
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import load_file
+from safetensors.numpy import save as to_safetensors
 
 from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead, merge_chains
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
@@ -20,6 +23,7 @@ from srtrl.engine.rows import Int64Array
 from srtrl.engine.runner import Runner
 from srtrl.engine.stats import DRAFTER, HEAD, EngineStats
 from srtrl.engine.verify import RUNNING, Verified
+from srtrl.metrics import write_atomic
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +35,8 @@ MAX_TOKENS = 1000.0
 """With more, old tokens lose half of their weight: policy and head move."""
 PROBE_EVERY = 16
 """One step in this many it runs for all sequences, so that what it promises stays current."""
+FILE = "draft_head_margins.safetensors"
+"""In a checkpoint: what margins were worth."""
 NO_ROW = -1
 NOBODY: Int64Array = np.empty(0, np.int64)
 HITS, TRIALS = 0, 1
@@ -62,6 +68,12 @@ class NoHeadDrafts:
     def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
         """Add the drafts to the drafter's trees for `slots` [B], of at most `max_nodes` [B] nodes each."""
         return trees
+
+    def save(self, folder: Path) -> None:
+        """Write what margins were worth into a checkpoint."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` has written, if it has (a resume has compared the file with its checksum)."""
 
 
 class HeadDrafts(NoHeadDrafts):
@@ -168,6 +180,17 @@ class HeadDrafts(NoHeadDrafts):
         if self._was_prepared:
             self._seconds += 0.1 * (self._last_seconds / len(launched) - self._seconds)
         return merge_chains(trees, self._owners, self._tokens, self._chances, max_nodes, min_score)
+
+    def save(self, folder: Path) -> None:
+        """See `NoHeadDrafts`."""
+        write_atomic(folder / FILE, to_safetensors(self.tables))
+
+    def load(self, checkpoint: Path) -> None:
+        """See `NoHeadDrafts`; `k` may be another one now."""
+        if (checkpoint / FILE).is_file():
+            for purpose, rows in load_file(checkpoint / FILE).items():
+                self.tables[purpose] = np.zeros((self.k, *rows.shape[1:]))
+                self.tables[purpose][: len(rows)] = rows[: self.k]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -266,7 +266,7 @@ def save_checkpoint(
         end_ids: Token ids that end a response.
         drafter: It saves its rollouts.
         keep: Number of checkpoints that stay.
-        save_more: Called on the main rank with the folder: writes the samples that later steps go on from.
+        save_more: Called on the main rank with the folder: writes what else later steps go on from.
         critic: The value model, if the run has one.
         adapter: With LoRA, A and B.
         ranks: The processes of the run.

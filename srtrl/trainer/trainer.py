@@ -294,6 +294,7 @@ class Trainer:
             load_state(optimizer, self.policy.dtype, checkpoint, name)
         if self.draft_head is not None:
             self.draft_head.load(checkpoint)
+        self.engine.head_drafts.load(checkpoint)
         self.engine.drafter.load(checkpoint)
         state = read_state(checkpoint)
         self.step = state.step
@@ -436,12 +437,17 @@ class Trainer:
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
                 drafter=self.engine.drafter,
-                save_more=partial(save_earlier, earlier=self.sampler.earlier),
+                save_more=self._save_more,
                 keep=train.keep_checkpoints,
                 ranks=self.ranks,
             )
         if self.ranks.is_main:
             self.run.drop_observations()
+
+    def _save_more(self, folder: Path) -> None:
+        """Write samples that later steps go on from, and what the draft head's margins were worth."""
+        save_earlier(folder, earlier=self.sampler.earlier)
+        self.engine.head_drafts.save(folder)
 
     def _record_observations(self, step: int) -> None:
         """Write the observations of environments into the file of this step, or read them where it is there."""
