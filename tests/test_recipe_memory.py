@@ -81,6 +81,7 @@ def row(*cells: object) -> str:
 MATH = "show-config {recipes}/grpo_math.yaml --check"
 SHOWN = {
     f"{MATH} --gpu 80": ["GPU of 80 GiB (--gpu)", "by srtrl's record of its shape", "fits: at most 72.0 GiB"],
+    f"{MATH} --gpu 80 rollout.draft_head.k=3": ["draft head            0.6 GiB\n", "fits: at most 72.0 GiB"],
     f"{MATH} --gpu 38": [
         "does not fit: more than 34.2 GiB, 90% of the GPU",
         "train.micro_batch_tokens=4608         saves   2.2 GiB, sum 35.4\n",

@@ -54,7 +54,8 @@ class DraftHead(nn.Module):
         hidden = hidden or -(-8 * width // 3)
 
         def matrix(rows: int, columns: int) -> nn.Parameter:
-            weights = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)  # on the CPU: for any device
+            device = "meta" if policy.device.type == "meta" else "cpu"  # the same for any device
+            weights = torch.randn(rows, columns, generator=generator, device=device) / math.sqrt(columns)
             return nn.Parameter(weights.to(dtype=dtype, device=policy.device))
 
         self.fc = matrix(width, 2 * width)

@@ -28,7 +28,8 @@ from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import is_local, read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, number_of_slots
+from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, build_draft_head, number_of_slots
+from srtrl.trainer.draft_head import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
 from srtrl.trainer.optimizer import build_optimizer, gradient_bytes
 
@@ -107,6 +108,8 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPl
         critic, critic_gradients, _ = _learner_bytes(config, section, is_critic=True)
         parts["critic"] = sum(critic.values())
         gradients = max(gradients, critic_gradients)  # one model after the other learns
+    if recipe.rollout.draft_head is not None:
+        parts["draft head"] = _draft_head_bytes(config, recipe)
     policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
@@ -284,6 +287,20 @@ def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tok
     with tracker:
         CudaRunner(policy, options, max_sequence_tokens)
     return tracker.peak
+
+
+def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Peak of a draft head while it learns: weights, optimizer and gradients, and a mini-batch that it learns from."""
+    policy = _make_policy(replace(config, num_hidden_layers=1), recipe.model)
+    tracker = _MemoryTracker(policy.parameters())
+    with tracker:
+        learner = build_draft_head(recipe, policy)
+        assert learner is not None, "the recipe has no draft head"
+        hidden = policy.embedding.new_empty(MAX_TOKENS, config.hidden_size)
+        numbers = torch.empty(MAX_TOKENS, NUM_TARGETS, device="meta")
+        texts = Texts(hidden, numbers[:, 0].long(), hidden.clone(), numbers, numbers.long())
+        learner.loss(texts, numbers[:: NUM_STEPS * STRIDE, 0].long()).backward()  # type: ignore[no-untyped-call]
+    return tracker.peak - _num_bytes(policy.parameters())
 
 
 @cache
