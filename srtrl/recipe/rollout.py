@@ -123,7 +123,7 @@ class RolloutSection(Section):
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_head: DraftHeadSection | None = None
-    """Guess tokens also where texts have no history; by default there is none. On a CPU only."""
+    """Guess tokens also where texts have no history; by default there is none."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
     slots: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_WIDTH)] = "auto"
