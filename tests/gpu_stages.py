@@ -24,6 +24,7 @@ STAGES = {
     "values": 120,
     "synchronisations": 60,
     "decode": 120,
+    "draft_head": 60,
     "transformers": 90,
     "rollouts": 200,
     "training": 200,
@@ -186,6 +187,38 @@ def decode(device: str) -> list[Row]:
                 "of price": round(measured / priced, 2),
             }
         )
+    return rows
+
+
+def draft_head(device: str) -> list[Row]:
+    """A draft head's guesses after a step: the same by single launches, as a graph, and on the CPU but for rounding."""
+    import copy
+
+    import numpy as np
+
+    from srtrl.drafters.draft_head import DraftHead, draft_chains
+    from srtrl.engine.runner import timed_step
+
+    rows = []
+    for num in (8, 64, 256) if device == "cuda" else (2,):
+        runner = build(device, num_layers=2, slots=256)
+        runner.launch(timed_step(runner, num, 30, num), None)
+        runner.wait(num)
+        heads = []
+        for policy in (runner.model, copy.deepcopy(runner.model).cpu()):
+            heads.append(DraftHead(policy, policy.dtype, vocabulary=16_384, hidden=None, seed=0))
+            heads[-1].refresh(policy)
+        noise = (np.ones(num, np.int32), np.ones(num, np.float32), np.arange(num, dtype=np.uint64), np.arange(num))
+        expected, _ = draft_chains(heads[1], runner.hidden[:num].cpu(), *noise, k=3)
+        found, seconds = [], []
+        for _ in range(20 if device == "cuda" else 2):
+            started = time.perf_counter()
+            runner.launch_head(heads[0], 3, np.arange(num), *noise)
+            found.append(runner.wait_head()[0])
+            seconds.append(time.perf_counter() - started)
+        same, like_cpu = ([float((tokens == other).mean()) for tokens in found[1:]] for other in (found[0], expected))
+        row = {"sequences": num, "passed": min(same) == 1 and min(like_cpu) > 0.9, "as on the CPU": min(like_cpu)}
+        rows.append(row | {"ms": round(1e3 * statistics.median(seconds), 3)})
     return rows
 
 
