@@ -1,10 +1,16 @@
-"""Tokens per step of a run's drafter, of its draft head, and of both: `python tests/draft_head_figures.py RECIPE ...`.
+"""Tokens per step of a drafter, of a draft head, and of both on new prompts; for docs/benchmarks.md, no test.
 
-After the recipe come overrides, as for `srtrl train`; the run must be there. Decodes the last 64 training prompts,
-which its steps must not have seen, with `rollout.draft_budget` 1, 2, 4, 8 and 16. For docs/benchmarks.md; no test.
+    python tests/draft_head_figures.py [--train] [--price] [--stories MODEL] RECIPE [OVERRIDE ...]
+
+`--train` trains the recipe first, in place of an earlier run of its name. The last 64 training prompts, which its steps
+must not have seen, are decoded with each of `BUDGETS` draft nodes. `--price` adds what these figures would give on an
+H200. `--stories` is for a folder with stories260K or another model of children's stories: it learns from first
+sentences made of `WORDS`.
 """
 
-import sys
+import argparse
+import json
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -12,16 +18,48 @@ from rich.console import Console
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.head_drafts import NoHeadDrafts
 from srtrl.engine.sampling import make_rng_key
+from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.build import build_drafter, train_sampling
-from srtrl.trainer.trainer import Trainer
+from srtrl.trainer.trainer import Trainer, run_training
 from srtrl.types import Request
 
-NUM_PROMPTS, BUDGETS = 64, (1, 2, 4, 8, 16)
+NUM_PROMPTS, BUDGETS, SHOWN = 64, (1, 2, 4, 8, 16), (2, 4, 8)
+SOURCES = ("srt", "head", "both", "srt without phrases", "both without phrases")
+WORDS = (
+    ("girl", "boy", "cat", "dog", "bird", "bear", "frog", "mouse"),
+    ("Lily", "Tom", "Mia", "Ben", "Sue", "Max", "Anna", "Jack"),
+    ("park", "forest", "garden", "house", "town", "beach", "zoo", "farm"),
+    ("ball", "hat", "book", "cake", "box", "flower", "stone", "kite"),
+)
+SENTENCES = "Once upon a time, there was a little {} named {}. One day, they went to the {} and found a {}."
+PRICES = {"1.5B": ("qwen2.5-1.5b", 0.8e-3, 6.2e-6), "7B": ("qwen2.5-7b", 4.0e-3, 25.7e-6)}
+"""Shape, and seconds of a step's memory and of the arithmetic of a row; beside 1.2 ms that each step takes."""
+Figures = dict[tuple[str, int], tuple[float, float]]
+"""By source and budget: tokens and verified tokens per step."""
 
 
-def main(recipe_path: str, *overrides: str) -> None:
-    recipe = load_recipe(Path(recipe_path), list(overrides))
+def short_sentences(sample: RewardInput) -> float:
+    """A reward for stories."""
+    return sample.text.count(".") / max(1, len(sample.text.split()))
+
+
+def story_overrides(model: str, folder: Path) -> list[str]:
+    """Overrides that make a recipe learn stories; writes their first sentences."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "first_sentences.jsonl"
+    rows = (json.dumps({"prompt": SENTENCES.format(*words)}) for words in product(*WORDS))
+    file.write_text("\n".join(rows), encoding="utf-8")
+    task = f"task={{name: prompts, options: {{train: {{files: [{file}]}}}}}}"
+    rewards = "rewards=[{name: 'draft_head_figures:short_sentences'}]"
+    rest = ("eval={before_and_after: false}", "rollout.draft_head.vocabulary=512", "name=draft_head_stories")
+    return [f"model.path={model}", task, rewards, *rest]
+
+
+def measure(path: Path, overrides: list[str]) -> Figures:
+    """Decode new prompts of a run that has ended."""
+    recipe = load_recipe(path, overrides)
     trainer = Trainer(recipe, resume=True, console=Console(quiet=True))
     engine, head, checkpoint = trainer.engine, trainer.engine.head_drafts, trainer.checkpoint
     assert head.is_on, "the recipe has no draft head"
@@ -40,17 +78,64 @@ def main(recipe_path: str, *overrides: str) -> None:
         for draw, prompt in enumerate(trainer.task.train_prompts[-NUM_PROMPTS:])
         for sample in range(recipe.rollout.num_samples)
     ]
-    for source in ("drafter", "head", "both"):
-        for budget in BUDGETS:
-            engine.drafter = NoDrafter() if source == "head" else build_drafter(recipe)
-            engine.drafter.load(checkpoint)
-            engine.head_drafts = NoHeadDrafts() if source == "drafter" else head
-            engine.control.fixed = budget
-            list(engine.generate(requests))
-            metrics = engine.take_metrics()
-            tokens, verified = (metrics[f"engine/{name}_per_decode_step"] for name in ("tokens", "verified"))
-            print(f"{source} {budget}: {tokens:.3f}@{verified:.2f}")
+    no_phrases = load_recipe(path, [*overrides, "rollout.drafter_options={other_prompts: false}"])
+    figures: Figures = {}
+    for source, budget in product(SOURCES, BUDGETS):
+        drafter = build_drafter(no_phrases if "without" in source else recipe)
+        engine.drafter = NoDrafter() if source == "head" else drafter
+        engine.drafter.load(checkpoint)
+        engine.head_drafts = NoHeadDrafts() if source.startswith("srt") else head
+        engine.control.fixed = budget
+        list(engine.generate(requests))
+        metrics = engine.take_metrics()
+        figures[source, budget] = metrics["engine/tokens_per_decode_step"], metrics["engine/verified_per_decode_step"]
+    return figures
+
+
+def head_seconds(shape: str, num_sequences: int) -> float:
+    """Price of three guesses: weights at 80% of 4.8 TB/s or products at 60% of 990 TFLOP/s, and 50 launches."""
+    width, hidden = int(SHAPES[shape]["hidden_size"]), -(-8 * int(SHAPES[shape]["hidden_size"]) // 3)
+    num_weights = 2 * width**2 + 3 * width * hidden + 16_384 * width
+    depth = max(2 * num_weights / (0.8 * 4.8e12), 2 * num_weights * num_sequences / (0.6 * 990e12))
+    return 3 * depth + 50 * 2.5e-6 + 20e-6
+
+
+def price(figures: Figures, size: str, source: str, num_sequences: int) -> float:
+    """Tokens per second against no drafts, with the best number of draft nodes; 1 where none pays."""
+    shape, memory, per_row = PRICES[size]
+    without = 1.2e-3 + max(memory, per_row * num_sequences)
+    added = 0.0 if source == "srt" else head_seconds(shape, num_sequences)
+    seconds = {
+        budget: 1.2e-3 + max(memory, per_row * num_sequences * figures[source, budget][1]) + added for budget in BUDGETS
+    }
+    return max(1.0, *(figures[source, budget][0] * without / seconds[budget] for budget in BUDGETS))
+
+
+def main() -> None:
+    """Print the rows of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--price", action="store_true")
+    parser.add_argument("--stories", metavar="MODEL")
+    options = parser.parse_args()
+    overrides = options.overrides
+    if options.stories:
+        output = Path(load_recipe(options.recipe, overrides).output_dir)
+        overrides = [*story_overrides(options.stories, output), *overrides]
+    if options.train:
+        run_training(load_recipe(options.recipe, overrides), overwrite=True)
+    figures = measure(options.recipe, overrides)
+    policy = "stories260K" if options.stories else "bundled"
+    for budget in SHOWN:
+        cells = ["{:.2f}@{:.1f}".format(*figures[source, budget]) for source in SOURCES]
+        cells.insert(3, f"{figures['both', budget][0] / figures['srt', budget][0] - 1:+.0%}")
+        print("|", " | ".join([policy, str(budget), *cells]), "|")
+    for size, num in product(PRICES, (8, 64, 256)) if options.price else ():
+        cells = [f"{price(figures, size, source, num):.2f}" for source in SOURCES[:3]]
+        print("|", " | ".join([size, str(num), *cells]), "|")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

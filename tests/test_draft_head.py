@@ -1,6 +1,6 @@
 """A draft head changes no token, whatever it guesses: random, untrained, trained, or none that is finite."""
 
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,17 @@ def test_tokens_are_those_without_drafts(
         if spare == 0:
             assert metrics["engine/preemptions"] > 0
     assert (accepted > 0) == (kind in ("untrained", "random"))
+
+
+def test_guesses_are_for_the_next_step_or_none(
+    plain: tuple[Transformer, Completions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, truth = plain
+    engine = Engine(policy, options(draft_budget=8), tokenizer=Letters(), draft_head=make_head(policy, "random"))
+    rooms = cycle((8, 0))  # drafts in every second step alone
+    monkeypatch.setattr(engine.control, "max_nodes", lambda *_: next(rooms))
+    assert outputs(decode(engine, varied_requests())) == outputs(truth)
+    assert "engine/head_steps_share" not in engine.take_metrics()
 
 
 def test_turns_are_those_without_drafts(plain: tuple[Transformer, Completions]) -> None:

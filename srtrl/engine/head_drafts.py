@@ -122,7 +122,7 @@ class HeadDrafts(NoHeadDrafts):
         has_path = num_new > 1
         last[has_path] = verified.nodes[offsets[1:][has_path] - 2]
         rows = trees.offsets[:-1] + np.arange(len(num_new)) + 1 + last
-        self._rows[:] = NO_ROW
+        self._rows[:], self._launched = NO_ROW, NOBODY  # what a step without drafts has not merged is of no use
         self._rows[verified.slots] = np.where(verified.finish == RUNNING, rows, NO_ROW)
         proposed, self._trees = self._trees, DraftTrees.empty(0)
         arrays = proposed.token_ids, proposed.parents, proposed.offsets
