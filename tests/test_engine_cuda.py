@@ -90,6 +90,7 @@ def test_tokens_are_those_of_the_cpu_path_with_any_drafts() -> None:
         assert len(runner_of(engine)._graphs) > 0 or accuracy, "with drafts few steps come twice"
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, of the interpreter
 @pytest.mark.parametrize("kind", ["random", "garbage"])
 def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str) -> None:
     """Two slots at a time and nine, with preemption; graphs are made for few numbers of sequences, and kept."""

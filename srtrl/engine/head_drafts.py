@@ -38,7 +38,7 @@ PROBE_EVERY = 16
 FILE = "draft_head_margins.safetensors"
 """In a checkpoint: what margins were worth."""
 NO_ROW = -1
-NOBODY: Int64Array = np.empty(0, np.int64)
+NO_SLOTS: Int64Array = np.empty(0, np.int64)
 HITS, TRIALS = 0, 1
 
 
@@ -98,7 +98,7 @@ class HeadDrafts(NoHeadDrafts):
         self._seconds = 0.0
         """Of a draft of one sequence."""
         self._num_steps = 0
-        self._launched = self._owners = NOBODY
+        self._launched = self._owners = NO_SLOTS
         """Slots that it drafts for, and [C] the sequences of the present step that it has drafted for."""
         self._was_prepared = True
         self._trees = DraftTrees.empty(0)
@@ -109,7 +109,7 @@ class HeadDrafts(NoHeadDrafts):
         self.tables.setdefault(purpose, np.zeros((self.k, 2, NUM_BINS, 2)))
         self._promised.setdefault(purpose, float(self.k))
         self.head.refresh(self._runner.model)
-        self._rows[:], self._launched = NO_ROW, NOBODY
+        self._rows[:], self._launched = NO_ROW, NO_SLOTS
 
     def start(self, slots: Int64Array) -> None:
         """See `NoHeadDrafts`."""
@@ -122,7 +122,7 @@ class HeadDrafts(NoHeadDrafts):
         has_path = num_new > 1
         last[has_path] = verified.nodes[offsets[1:][has_path] - 2]
         rows = trees.offsets[:-1] + np.arange(len(num_new)) + 1 + last
-        self._rows[:], self._launched = NO_ROW, NOBODY  # what a step without drafts has not merged is of no use
+        self._rows[:], self._launched = NO_ROW, NO_SLOTS  # what a step without drafts has not merged is of no use
         self._rows[verified.slots] = np.where(verified.finish == RUNNING, rows, NO_ROW)
         proposed, self._trees = self._trees, DraftTrees.empty(0)
         arrays = proposed.token_ids, proposed.parents, proposed.offsets
@@ -133,7 +133,7 @@ class HeadDrafts(NoHeadDrafts):
             _learn(chains, verified.token_ids, offsets, table, stats.accepted_by_source[HEAD])
             stats.num_head_steps += 1
             stats.head_seconds += self._last_seconds
-            self._owners = NOBODY
+            self._owners = NO_SLOTS
 
     def launch(self, batch: Batch, slots: Int64Array, seconds_per_token: float) -> None:
         """See `NoHeadDrafts`."""
@@ -161,7 +161,7 @@ class HeadDrafts(NoHeadDrafts):
         self._trees = trees
         sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
         self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
-        launched, self._launched = self._launched, NOBODY
+        launched, self._launched = self._launched, NO_SLOTS
         if not len(launched):
             return trees
         started = time.perf_counter()
