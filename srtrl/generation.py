@@ -141,7 +141,8 @@ def generate(
             policy reads what it was trained on. (A task of your own: as they are.)
         ids: A name for each prompt; by default its index.
         overrides: As on the command line: `["rollout.max_new_tokens=64", "eval.temperature=0", "device=cuda"]`.
-        import_from_here: Whether a name in the run's recipe may be a module of the current folder.
+        import_from_here: Whether a name in the run's recipe may be a module of the current folder; of a run that was
+            trained from there it always may.
 
     Returns:
         For each prompt its completions.
@@ -150,6 +151,7 @@ def generate(
         ValueError: the model cannot be loaded, an override is incorrect, or a prompt is empty or too long.
     """
     from srtrl.evaluation.policy import run_evals
+    from srtrl.run.folder import is_made_here
     from srtrl.run.progress import reporting_compilation
 
     refuse_ranks("srtrl generate")
@@ -165,7 +167,7 @@ def generate(
     source, run_task = _source(model_or_run)
     if run_task is not None and ":" not in run_task["name"] and not raw:
         task["task"] = run_task
-    source.is_foreign = not import_from_here
+    source.is_foreign = not (import_from_here or is_made_here(source.path.parent))
     source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
     source.put(("eval", "num_samples"), num_samples, "num_samples")
     source.override(overrides)
@@ -251,7 +253,10 @@ def command(
     ] = False,
     import_from_here: Annotated[
         bool,
-        typer.Option("--import-from-here", help="Import what the run's recipe names from the current folder too."),
+        typer.Option(
+            "--import-from-here",
+            help="Of a run from elsewhere: import what its recipe names from the current folder too.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from bench_cases import run
 from recipe_cases import recipe_text
-from tiny_run import make_checkpoint
+from tiny_run import make_checkpoint, make_recipe, open_run
 from typer.testing import CliRunner
 
 from srtrl import __version__
@@ -167,6 +168,26 @@ def test_eval_of_a_run_imports_nothing_from_the_current_folder_unasked(
     monkeypatch.setattr(sys, "path", [str(elsewhere), *sys.path])  # `syspath_prepend` would not undo the first change
     assert run("eval", folder).stderr == f"{said}interrupted\n"
     assert sys.modules.pop(name).__file__ == str(elsewhere / f"{name}.py")
+
+
+@pytest.mark.parametrize("command", [("eval",), ("generate", "--prompt", "1+1=")])
+def test_a_run_that_was_trained_here_imports_what_train_did_and_a_copy_does_not(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_drafters.py").write_text("class Mine: ...\n")
+    with open_run(make_recipe(policy, tmp_path, rollout__drafter="my_drafters:Mine")) as made:
+        make_checkpoint(policy, made.path, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for folder, message in (
+        ("copy", "it is only imported from the current folder"),
+        ("run", "`my_drafters:Mine` is no drafter"),
+    ):
+        result = run(command[0], tmp_path / folder, *command[1:])
+        assert (result.exit_code, message in result.stderr) == (2, True), result.output
+        assert ("my_drafters" in sys.modules) == (folder == "run")
+    del sys.modules["my_drafters"]
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:

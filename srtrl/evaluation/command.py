@@ -36,7 +36,7 @@ def command(
         bool,
         typer.Option(
             "--import-from-here",
-            help="Import what the run's recipe names (rewards, task, ...) from the current folder as well.",
+            help="Of a run from elsewhere: import what its recipe names from the current folder too.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
