@@ -20,9 +20,11 @@ from srtrl.ranks.processes import refuse_ranks
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.report.rollouts import printable
+from srtrl.resolve import cut
 from srtrl.tasks.base import typed_prompts
-from srtrl.tasks.rendering import apply_chat_template, tokenise
-from srtrl.tasks.rows import RowError, RowSource, read_rows
+from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
+from srtrl.tasks.row_task import check_messages
+from srtrl.tasks.rows import Row, RowError, RowSource, read_rows
 from srtrl.types import FinishReason, Prompt, Rollout, SegmentKind, segment_slices
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 256
 """Length limit of completions of a model; those of a run have the run's."""
+MAX_PROBLEMS = 3
+"""Rows of a file of prompts that a message names."""
+PROMPT_FIELDS = ("prompt", "messages", "problem", "question")
+"""Of a row of that file; the first that it has is the prompt."""
 RUN_SECTIONS = ("device", "num_threads", "model", "rollout", "eval")
 """Sections of a run's recipe that decide how it samples."""
 
@@ -38,7 +44,8 @@ class PromptsOptions(Section):
     """The prompts of a command line or of a caller."""
 
     ids: list[str]
-    texts: list[str] = Field(min_length=1)
+    texts: list[str | list[Message]] = Field(min_length=1)
+    """Texts, or messages whose last is the user's."""
     chat_template: bool = False
     """Wrap each text as a user's message in the tokenizer's chat template."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
@@ -57,13 +64,17 @@ class Prompts:
     def __init__(
         self, options: PromptsOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
     ) -> None:
-        texts = options.texts
-        messages = [[{"role": "user", "content": text}] for text in texts] if options.chat_template else []
-        template_options = options.chat_template_options
-        if options.task is not None and not messages:
-            typed = typed_prompts(options.task, texts)
-            texts, messages = [text for text, _ in typed], [given for _, given in typed if given is not None]
+        given, template_options = options.texts, options.chat_template_options
+        if options.chat_template:
+            given = [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in given]
+        if options.task is not None and not options.chat_template:
+            typed = typed_prompts(options.task, given)
             template_options = {**options.task.options.get("chat_template_options", {}), **template_options}
+        else:
+            typed = [(text, None) if isinstance(text, str) else ("", text) for text in given]
+        texts, messages = [text for text, _ in typed], [listed for _, listed in typed if listed is not None]
+        if messages and len(messages) < len(texts):
+            raise ValueError("prompts: some are messages, others texts: --chat (chat=True) makes messages of all")
         if messages:
             texts = apply_chat_template(tokenizer, messages, template_options)
         prompts = [
@@ -120,7 +131,7 @@ class Generated:
 
 def generate(
     model_or_run: str,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[Message]],
     *,
     num_samples: int = 1,
     chat: bool = False,
@@ -134,7 +145,7 @@ def generate(
     Args:
         model_or_run: Hugging Face folder, hub name, `bundled:tiny`, a checkpoint, or the folder of a run (its last
             checkpoint, with the decoder and the environment of its recipe).
-        prompts: Texts.
+        prompts: Texts, or lists of messages such as `{"role": "user", "content": "Hi"}`.
         num_samples: Completions of each.
         chat: Put each text into the model's chat template.
         raw: Of a run, take the texts as they are; by default they go through the templates of its task, so that the
@@ -159,6 +170,9 @@ def generate(
         raise ValueError("prompts: expected a list of texts, found one text")
     if not prompts:
         raise ValueError("prompts: expected at least one")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, list):
+            check_messages(prompt, f"prompts.{index}")
     task: dict[str, Any] = {
         "ids": [*(ids or map(str, range(len(prompts))))],
         "texts": [*prompts],
@@ -244,7 +258,10 @@ def command(
         list[str] | None, typer.Option(metavar="TEXT", help="A prompt's text; may be given more than once.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help='.jsonl or .parquet; rows {"prompt": TEXT}, perhaps with "id".')
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='.jsonl or .parquet; rows {"prompt": TEXT} or {"messages": [...]}, perhaps with "id".'
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Put each text into the model's chat template.")] = False,
@@ -284,23 +301,40 @@ def command(
             print(_row(completion) if as_json else _shown(completion))
 
 
-def _given_prompts(file: Path | None, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Id and text of every prompt, those of the file first.
+def _given_prompts(file: Path | None, texts: Sequence[str]) -> list[tuple[str, str | list[Message]]]:
+    """Id and text (or messages) of every prompt, those of the file first.
 
     Raises:
-        ValueError: there are none, or a row has no text; the message begins with the row's place.
+        ValueError: there are none, or rows have no text; the message has the places of the first ones.
     """
-    prompts = []
+    prompts: list[tuple[str, str | list[Message]]] = []
+    problems = []
     for index, row in enumerate(read_rows(RowSource(files=[str(file)])) if file is not None else ()):
-        if isinstance(row.fields, RowError):
-            raise ValueError(f"{row.place}: {row.fields}")
-        if not isinstance(text := row.fields.get("prompt"), str):
-            raise ValueError(f'{row.place}: expected {{"prompt": TEXT}}, found {str(dict(row.fields))[:80]}')
-        prompts.append((str(row.fields.get("id", index)), text))
+        try:
+            prompts.append(_prompt_of(row, str(index)))
+        except RowError as error:
+            problems.append(f"{row.place}: {error}")
+    if problems:
+        more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        raise ValueError("\n  ".join([*problems[:MAX_PROBLEMS], *more]))
     prompts += [(str(index), text) for index, text in enumerate(texts, start=len(prompts))]
     if not prompts:
         raise ValueError("no prompts: give --prompt TEXT or --prompts FILE.jsonl")
     return prompts
+
+
+def _prompt_of(row: Row, default_id: str) -> tuple[str, str | list[Message]]:
+    """Id and text, or messages, of a row; `RowError` if it has none."""
+    if isinstance(row.fields, RowError):
+        raise row.fields
+    name = next((name for name in PROMPT_FIELDS if name in row.fields), "")
+    prompt = row.fields.get(name)
+    if isinstance(prompt, list):
+        prompt = check_messages(prompt, name)
+    if not isinstance(prompt, str | list):
+        expected = '{"prompt": TEXT} or {"messages": [...]}'
+        raise RowError(f"expected {expected}, found {cut(str(dict(row.fields)), 80)}")
+    return str(row.fields.get("id", default_id)), prompt
 
 
 def _row(completion: Generated) -> str:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from srtrl import generate
 from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
+from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import TaskSection
 from srtrl.tasks.base import typed_prompts
@@ -93,7 +94,45 @@ def test_a_typed_text_goes_through_the_templates_of_a_task_of_rows(
     assert typed_prompts(task, ["1+1?"]) == [expected]
 
 
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+1?"}]
+
+
+def test_messages_go_through_the_chat_template_and_the_templates_of_a_task_of_rows(
+    policy: Path, tmp_path: Path
+) -> None:
+    chatty = Path(shutil.copytree(policy, tmp_path / "chatty"))
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (chatty / "chat_template.jinja").write_text(template)
+    rows = write_rows(tmp_path / "rows.jsonl", {"messages": CHAT, "id": "a"}, {"messages": CHAT[1:]})
+    given = ("rollout.max_new_tokens=2", "--raw")
+    result, found = run(chatty, "--prompts", rows, "--prompt", "2+2=", "--chat", *given)
+    assert result.exit_code == 0, result.output
+    texts = ["<system>Be kind.<user>1+1?", "<user>1+1?", "<user>2+2="]
+    tokenizer = load_tokenizer(str(chatty))
+    assert [row["prompt_token_ids"] for row in found] == [tokenizer.encode(t, add_special_tokens=False) for t in texts]
+    mixed, _ = run(chatty, "--prompts", rows, "--prompt", "2+2=", *given)
+    assert (mixed.exit_code, "some are messages, others texts: --chat" in mixed.stderr) == (2, True)
+    options: dict[str, Any] = {"prompt_template": "Q: {prompt}", "train": {"files": ["absent.jsonl"]}}
+    asked = [CHAT[0], {"role": "user", "content": "Q: 1+1?"}]
+    assert typed_prompts(TaskSection(name="prompts", options=options), [CHAT]) == [("Q: 1+1?", asked)]
+    with pytest.raises(ValueError, match="prompts of the task arithmetic are texts, not messages"):
+        typed_prompts(TaskSection(name="arithmetic", options={"num_train": 9, "num_eval": 1}), [CHAT])
+
+
+def test_mistakes_in_a_file_of_prompts_are_counted_after_the_third(policy: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", {"prompt": "1+1="}, {"messages": CHAT[:1]}, *[{"text": "1+1="}] * 9)
+    result, _ = run(policy, "--prompts", rows)
+    first, second, third, more = result.stderr.splitlines()
+    assert first == f"error: {rows}:2: the last message of `messages` must be the user's, it is of the role system"
+    assert second == f"  {rows}:3: expected {{\"prompt\": TEXT}} or {{\"messages\": [...]}}, found {{'text': '1+1='}}"
+    assert (third.startswith(f"  {rows}:4: "), more, result.exit_code) == (True, "  ... and 7 more", 2)
+
+
 def test_mistakes_from_python(policy: Path) -> None:
-    for prompts, message in (("1+1=", "expected a list of texts"), ([], "expected at least one")):
-        with pytest.raises(ValueError, match=f"prompts: {message}"):
+    for prompts, message in (
+        ("1+1=", "prompts: expected a list of texts"),
+        ([], "prompts: expected at least one"),
+        (["1+1=", ["2+2="]], "prompts.1.0: expected {.role"),
+    ):
+        with pytest.raises(ValueError, match=message):
             generate(str(policy), prompts)

@@ -122,6 +122,24 @@ def test_wrong_rows_name_their_place(
     assert message in caplog.text
 
 
+MISSING: list[tuple[dict[str, Any], Any, str]] = [
+    ({"messages": [USER], "target": 1}, prompts.Task, "prompt_field: messages"),
+    ({"question": "1+1?", "answer": "2"}, math.Task, "problem_field: question"),
+    ({"prompt": [USER], "answer": "2"}, math.Task, "problem_field: prompt"),
+    ({"problem": "1+1?", "reply": "2"}, math.Task, "answer_field to one of them"),
+    ({"words": "Hi?"}, prompts.Task, "prompt_field to one of them"),
+]
+
+
+@pytest.mark.parametrize(("row", "task", "option"), MISSING)
+def test_a_row_of_other_fields_says_which_option_to_set(
+    tmp_path: Path, row: dict[str, Any], task: Any, option: str
+) -> None:
+    expected = f"its fields are {', '.join(row)}: set task.options.{option} (or set task.options.malformed_rows: skip)"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        load(tmp_path, row, task=task)
+
+
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     for value, options in (([USER], {}), ("Hi?", WRAPPED)):
         with pytest.raises(ValueError, match=r"^task\.options\.chat_template .*: the tokenizer has no chat template"):

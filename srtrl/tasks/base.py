@@ -109,15 +109,20 @@ def _check_judges(task: object, recipe: Recipe) -> None:
         raise RecipeError(*problems)
 
 
-def typed_prompts(task: TaskSection, texts: Sequence[str]) -> list[tuple[str, list[Message] | None]]:
-    """Texts as the task would ask them: what follows its class method `typed_prompt`; without one as they are.
+def typed_prompts(task: TaskSection, prompts: Sequence[str | list[Message]]) -> list[tuple[str, list[Message] | None]]:
+    """Prompts as the task would ask them: what follows its class method `typed_prompt`; without one as they are.
 
     Returns:
         For each the text, and the messages of a task that uses the tokenizer's chat template.
+
+    Raises:
+        ValueError: messages for a task of texts.
     """
     task_class, options = _resolve_task(task)
+    if not hasattr(options, "text_option") and not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"prompts of the task {task.name} are texts, not messages: give texts, or --raw")
     typed_prompt = getattr(task_class, "typed_prompt", lambda _, text: (text, None))
-    return [typed_prompt(options, text) for text in texts]
+    return [typed_prompt(options, prompt) for prompt in prompts]
 
 
 def _resolve_task(task: TaskSection) -> tuple[Any, Section]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COMMON_FIELDS = ("problem", "question", "prompt", "instruction", "messages")
+"""Names that data sets give the field of the text."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which is no character."""
 
@@ -94,9 +96,11 @@ class RowTask(Generic[OptionsT]):
                     next(read_prompts(options, RowSource(files=[name]), split, Counter()))
 
     @classmethod
-    def typed_prompt(cls, options: OptionsT, text: str) -> tuple[str, list[Message] | None]:
-        """A text that is not of a row, in the templates of the options."""
-        return _fill_template(options, text, None)
+    def typed_prompt(cls, options: OptionsT, prompt: str | list[Message]) -> tuple[str, list[Message] | None]:
+        """A text that is not of a row, or messages, in the templates of the options."""
+        if isinstance(prompt, str):
+            return _fill_template(options, prompt, None)
+        return _fill_template(options, prompt[-1]["content"], prompt)
 
     def solution(self, prompt: Prompt) -> str:
         """The worked solution of the prompt's row; ValueError if it has none."""
@@ -161,7 +165,8 @@ def read_prompts(
                 raise RowError(f"an earlier row has the same `{options.id_field}`, {prompt.prompt_id}")
         except RowError as error:
             if options.malformed_rows == "stop":
-                raise ValueError(f"{row.place}: {error} (or set task.options.malformed_rows: skip)") from error
+                skip = "(or set task.options.malformed_rows: skip)"
+                raise ValueError(f"{row.place}: {error}{_option_to_set(options, row, error)} {skip}") from error
             counts["malformed"] += 1
             first_reason = first_reason or f"{row.place}: {error}"
         else:
@@ -177,13 +182,22 @@ def read_prompts(
         logger.warning("%s: skipped %d of %d rows; the first: %s", place, num_malformed, num_rows, first_reason)
 
 
+def _option_to_set(options: RowOptions, row: Row, error: RowError) -> str:
+    """Where a row lacks the field that an option names, that option, with a field that it may mean."""
+    for option in type(options).model_fields:
+        if option.endswith("_field") and str(error).startswith(f"no field `{getattr(options, option)}`"):
+            likely = [name for name in COMMON_FIELDS if option == options.text_option and name in dict(row.fields)]
+            return f": set task.options.{option}{f': {likely[-1]}' if likely else ' to one of them'}"
+    return ""
+
+
 def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | None]:
     """The prompt that a row holds, and its messages if it has any; `RowError` if it holds none."""
     if isinstance(row.fields, RowError):
         raise row.fields
     name = getattr(options, options.text_option)
     value = get_field(row.fields, name)
-    messages = _check_messages(value, name) if isinstance(value, list) else None
+    messages = check_messages(value, name) if isinstance(value, list) else None
     text, answer = options.text_and_answer(
         row.fields, text_of(row.fields, name) if messages is None else messages[-1]["content"]
     )
@@ -204,7 +218,7 @@ def _fill_template(options: RowOptions, text: str, messages: list[Message] | Non
     return text, messages
 
 
-def _check_messages(values: Sequence[Any], name: str) -> list[Message]:
+def check_messages(values: Sequence[Any], name: str) -> list[Message]:
     """The messages of a conversation; `RowError` unless each has a role and a text, and the user's is the last."""
     if not values:
         raise RowError(f"field `{name}` is an empty list; expected messages, the user's last")
