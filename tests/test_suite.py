@@ -1,6 +1,7 @@
 """`srtrl eval --suite`: where the data is found, what each benchmark runs with, and what comes out."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from bench_cases import run, write_rows
 
-from srtrl.evaluation.suite import bare_source, open_suite, suite_recipe
+from srtrl.evaluation.suite import Benchmark, Suite, bare_source, open_suite, suite_recipe
 from srtrl.recipe.file import RecipeSource
 from srtrl.recipe.schema import Recipe
 from srtrl.tasks.rows import MissingDataError
@@ -78,10 +79,18 @@ def test_a_suite_of_one_s_own(tmp_path: Path, data: Path) -> None:
     suite = open_suite(str(path))
     recipe = suite_recipe(suite, suite.benchmarks[0], "bundled:tiny", None, ())
     assert (recipe.eval.num_samples, recipe.rollout.max_new_tokens) == (3, 17)
-    path.write_text(path.read_text().replace("max_new", "max_nwe"))
+    path.write_text(path.read_text().replace("max_new", "max_nwe").replace("num_samples", "num_sample"))
     result = run("eval", "bundled:tiny", "--suite", path)
     assert result.exit_code == 2
+    assert result.stderr.startswith("error: 2 problems in the suite:\n")
     assert f"{path}:5: benchmarks.0.max_nwe_tokens: unknown key, did you mean `max_new_tokens`?" in result.stderr
+
+
+def test_the_page_lists_the_keys_of_a_suite() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    listed = page.partition("## A suite of your own")[2].partition("\n## ")[0]
+    keys = [name for row in re.findall(r"^\| (`.*?) \|", listed, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(keys) == sorted([*Suite.model_fields, *Benchmark.model_fields])
 
 
 # --- What each benchmark runs with ------------------------------------------------------------------------------------

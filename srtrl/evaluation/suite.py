@@ -30,6 +30,12 @@ FIELDS = ("problem_field", "answer_field", "choices_field", "solution_field", "i
 """Fields of the rows, as in the options of the task `math`."""
 
 
+class SuiteError(RecipeError):
+    """All mistakes in a suite."""
+
+    subject = "suite"
+
+
 class Benchmark(Section):
     """One benchmark; where a field has several names, the first that the rows have counts."""
 
@@ -142,7 +148,7 @@ def load_suite(name: str) -> Suite:
     try:
         return validate_section(Suite, source.data)
     except RecipeError as error:
-        raise source.located(error) from error
+        raise SuiteError(*source.located(error).problems) from error
 
 
 def locate(benchmark: Benchmark, folder: Path | None) -> Benchmark:

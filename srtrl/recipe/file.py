@@ -61,9 +61,11 @@ class Problem:
 class RecipeError(ValueError):
     """All mistakes in a recipe."""
 
+    subject = "recipe"
+
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
-        heading = [f"{len(problems)} problems in the recipe:"] if len(problems) > 1 else []
+        heading = [f"{len(problems)} problems in the {self.subject}:"] if len(problems) > 1 else []
         super().__init__("\n  ".join([*heading, *first_lines(list(map(str, problems)))]))
 
 
