@@ -39,7 +39,8 @@ def load_recipe(
     Where a recipe names a function or a class, a dictionary may have the function or the class itself.
 
     Args:
-        recipe: A YAML file, a dictionary with the same sections, or a `Recipe`.
+        recipe: A YAML file, the name of a recipe that comes with srtrl ("quickstart"), a dictionary with the same
+            sections, or a `Recipe`.
         overrides: `{"train.num_steps": 20, "rollout.slots": 32}`, or as on the command line `["train.num_steps=20"]`.
         rewards: In place of the recipe's, one or a list: functions, names, or dictionaries such as
             `{"name": FUNCTION, "weight": 0.2, "options": {...}}`.

@@ -22,7 +22,9 @@ from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import shorten
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A YAML file, or a recipe that comes with srtrl (quickstart).")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
@@ -221,7 +223,7 @@ app.command("export")(export.command)
 
 @app.command("show-config")
 def show_config(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML file.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="As `srtrl train`.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
     check: Annotated[

@@ -28,7 +28,7 @@ generate policy --prompt 1 rollout.max_new_tokens=0 => rollout.max_new_tokens: s
 generate policy --prompt 1 rollout.max_new_tokens=4294967296 => rollout.max_new_tokens: expected less than 2^31, found
 generate policy => no prompts: give --prompt TEXT or --prompts FILE.jsonl
 generate policy --prompts nowhere.jsonl => cannot read nowhere.jsonl: No such file or directory
-generate policy --prompts rows.jsonl => rows.jsonl:2: expected {"prompt": TEXT}, found
+generate policy --prompts rows.jsonl => rows.jsonl:2: expected {"prompt": TEXT} or {"messages": [...]}, found
 generate policy --prompt '' => the tokenizer gives no tokens for the prompt ''
 generate policy --prompt 1+1 rollout.max_prompt_tokens=2 => prompt '0' has 3 tokens, and rollout.max_prompt_tokens is 2:
 generate policy --prompt 1 --samples 0 => num_samples: eval.num_samples: should be greater than or equal to 1

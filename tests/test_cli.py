@@ -249,3 +249,35 @@ def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None
     result = run("show-config", path, "--check")
     assert (result.exit_code, result.stderr) == (0, "")
     assert Recipe.model_validate(read_yaml(result.stdout, "stdout")[0]) == recipe
+
+
+def test_recipes_are_named_without_their_path_unless_a_file_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dapo_tiny").mkdir()
+    for name in ("quickstart", "dapo_tiny"):
+        assert load_recipe(Path(name)) == load_recipe(RECIPES / f"{name}.yaml")
+    names = f"recipes that come with srtrl: {', '.join(sorted(path.stem for path in RECIPES.glob('*.yaml')))}\n"
+    unknown = run("train", "quikstart").stderr
+    assert unknown.endswith(f"No such file or directory, did you mean `quickstart`?; {names}")
+    assert run("train", "recipes/ppo_tiny.yaml").stderr.endswith("directory, did you mean `ppo_tiny`?\n")
+    (tmp_path / "quickstart").write_text("name: mine")
+    assert "quickstart: model: is missing" in run("show-config", "quickstart").stderr
+
+
+def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "source"
+    shutil.copytree(RECIPES.parent / "srtrl", source / "srtrl", symlinks=True)
+    shutil.copytree(RECIPES, source / "recipes")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(RECIPES.parent / name, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    command = [sys.executable, "-m", "srtrl", "show-config", "quickstart", "--check"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Recipe.model_validate(read_yaml(done.stdout, "stdout")[0]) == load_recipe(RECIPES / "quickstart.yaml")

@@ -26,6 +26,8 @@ from srtrl.resolve import cut, first_lines, suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)
 
+BUNDLED = Path(__file__).with_name("bundled")
+"""The recipes that are named without a path: a link to the repository's folder `recipes`, whose files a wheel has."""
 FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
 """Name of an option in TRL or verl -> the key that does the same here, or a sentence."""
 MIN_LIKENESS = 0.75
@@ -140,7 +142,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or the name of a recipe that comes with srtrl (`quickstart`).
         overrides: `section.key=value`, applied in order; values are YAML, list items are named by index.
 
     Raises:
@@ -151,11 +153,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
-    """Read the plain data of a recipe file and apply overrides; nothing is checked against the schema yet."""
+    """Read the plain data of a recipe and apply overrides, see `load_recipe`; nothing is checked by the schema yet."""
+    bundled = {file.stem: file for file in sorted(BUNDLED.glob("*.yaml"))}
     try:
+        path = path if path.is_file() else bundled.get(str(path), path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
+        if isinstance(error, FileNotFoundError):
+            reason += suggestion(path.stem, bundled)
+            reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"
         raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from error
     data, lines = read_yaml(text, str(path), is_file=True)
     if not isinstance(data, dict):
