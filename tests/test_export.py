@@ -1,6 +1,7 @@
 """`srtrl export`: a folder that others load, and its model card."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from tiny_run import make_recipe, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from srtrl.model.weights import load_model
-from srtrl.recipe.file import read_yaml
+from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.recipe.file import load_recipe, read_yaml
 from srtrl.recipe.schema import LogSection, Recipe
+from srtrl.report.export import model_card
+from srtrl.report.runs import read_run
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +48,25 @@ def test_an_export_is_a_model_with_tokenizer_and_card(
     _, front, card = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     assert read_yaml(front, "card")[0]["library_name"] == "transformers"
     assert f"after {step} of 2 steps of reinforcement learning on the task `arithmetic`" in card
-    steps = re.findall(r"^- step (\d+): held-out accuracy .*\(95%: ", card, re.MULTILINE)
-    assert steps == ["0", "2"] if step == 2 else ["0"]
-    recipe = Recipe.model_validate(read_yaml(card.split("```yaml\n")[1].split("```")[0], "card")[0])
-    assert (recipe.seed, recipe.output_dir, recipe.log) == (7, "runs", LogSection()), "nothing of the machine"
+    steps = re.findall(r"^\| (\d+) \| [\d.]+%( \(95%: .*\))? \|$", card, re.MULTILINE)
+    assert [number for number, _ in steps] == (["0", "2"] if step == 2 else ["0"])
+    options = card.split("```yaml\n")[1].split("```")[0]
+    whole = load_recipe(run / "recipe.yaml").model_dump() | {"output_dir": "runs", "log": LogSection().model_dump()}
+    assert Recipe.model_validate(read_yaml(options, "card")[0]).model_dump() == whole, "nothing of the machine"
+    assert "critic: {}\n" in options
+    assert "whiten_advantages" not in options
+    code = card.split("```python\n")[1].split("```")[0]
+    exec(code.replace("USER/MODEL", str(folder)).replace("print(", "shown = ("), variables := dict[str, Any]())
+    assert (str(variables["prompt"])[:8], variables["prompt"] in variables["shown"]) == ("Compute ", True)
     assert bench_cases.run("export", run, folder).exit_code == 2, "it is not empty any more"
+
+
+def test_a_card_needs_no_rollouts_and_names_the_class_of_an_adapter(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    shutil.rmtree(copy / "rollouts")
+    card = model_card(read_run(copy), 2, "peft", load_tokenizer(str(run / "checkpoints" / "step_000002")))
+    assert "from peft import AutoPeftModelForCausalLM\n" in card
+    assert "prompt = 'Hello'" in card
 
 
 def test_what_is_beside_an_export_stays(run: Path, tmp_path: Path) -> None:

@@ -129,10 +129,11 @@ def test_mistakes_in_a_file_of_prompts_are_counted_after_the_third(policy: Path,
 
 
 def test_mistakes_from_python(policy: Path) -> None:
-    for prompts, message in (
+    mistakes: list[tuple[Any, str]] = [
         ("1+1=", "prompts: expected a list of texts"),
         ([], "prompts: expected at least one"),
         (["1+1=", ["2+2="]], "prompts.1.0: expected {.role"),
-    ):
+    ]
+    for prompts, message in mistakes:
         with pytest.raises(ValueError, match=message):
             generate(str(policy), prompts)

@@ -159,7 +159,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
         path = path if path.is_file() else bundled.get(str(path), path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
+        reason = str(error.strerror) if isinstance(error, OSError) else f"not UTF-8 ({error})"
         if isinstance(error, FileNotFoundError):
             reason += suggestion(path.stem, bundled)
             reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
+MAX_ROWS = 12
+"""Evaluations in the table of a model card: the first, the last, and evenly spaced ones between."""
 
 
 def command(
@@ -24,9 +26,10 @@ def command(
 ) -> None:
     """Write a checkpoint's policy as a model folder.
 
-    It has the layout of Hugging Face, with tokenizer and model card. The card, README.md, has the recipe (without
-    `output_dir` and `log`) and the held-out figures: read it before you publish it. `hf upload USER/MODEL DIR`
-    uploads the folder.
+    It has the layout of Hugging Face, with tokenizer and model card. The card, README.md, has Python that loads the
+    model and continues a prompt of the training data, the held-out figures, and the options of the recipe that are not
+    the defaults (without `output_dir` and `log`): read it before you publish it. `hf upload USER/MODEL DIR` uploads the
+    folder.
     """
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.metrics import new_folder
@@ -46,26 +49,57 @@ def command(
     with new_folder(folder.resolve()) as written:
         for path in (path for pattern in patterns for path in checkpoint.glob(pattern)):
             shutil.copy(path, written)
-        load_tokenizer(str(checkpoint)).save_pretrained(written)
-        (written / "README.md").write_text(model_card(read, step_of(checkpoint), library), encoding="utf-8")
+        tokenizer = load_tokenizer(str(checkpoint))
+        tokenizer.save_pretrained(written)
+        card = model_card(read, step_of(checkpoint), library, tokenizer)
+        (written / "README.md").write_text(card, encoding="utf-8")
     print(f"the model is in {folder}; to upload it: hf upload USER/MODEL {folder}")
 
 
-def model_card(run: "Run", step: int, library: str) -> str:
-    """Markdown for a model's page: its origin, the held-out figures up to `step`, and the recipe."""
+def model_card(run: "Run", step: int, library: str, tokenizer: Any) -> str:
+    """Markdown for a model's page: how to load it, the held-out figures up to `step`, and what the recipe sets."""
     from srtrl import __version__
-    from srtrl.recipe.file import dump_recipe
-    from srtrl.recipe.schema import LogSection
-    from srtrl.run.metrics import describe_held_out
+    from srtrl.recipe.file import dump_yaml
+    from srtrl.run.metrics import held_out_figures, main_figure, with_interval
 
     recipe = run.recipe
-    rows = [row for row in run.rows if "eval/reward" in row and row["step"] <= step]
-    figures = "\n".join(f"- step {row['step']}: {describe_held_out(row)}" for row in rows)
-    shown = dump_recipe(recipe.model_copy(update={"output_dir": "runs", "log": LogSection()}))
+    rows = [held_out_figures(row) for row in run.rows if "eval/reward" in row and row["step"] <= step]
+    figures = "No problems were held out, or none were evaluated.\n"
+    if rows:
+        shown = sorted({round(index * (len(rows) - 1) / (MAX_ROWS - 1)) for index in range(MAX_ROWS)})
+        table = [f"| {rows[index]['step']:.0f} | {with_interval(rows[index])} |" for index in shown]
+        heading = [f"| step | held-out {main_figure(rows[-1])} |", "| --: | --- |"]
+        figures = "\n".join([*heading, *table]) + "\n\nStep 0 is the policy before training.\n"
+    options = dump_yaml(recipe.model_dump(exclude_defaults=True, exclude={"output_dir", "log"}))
     return (
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [reinforcement-learning]\n---\n\n"
         f"# {recipe.name}\n\n`{recipe.model.path}` after {step} of {recipe.train.num_steps} steps of reinforcement "
         f"learning on the task `{recipe.task.name}` (advantage `{recipe.algorithm.advantage}`, loss "
-        f"`{recipe.algorithm.loss}`), trained with srtrl {__version__}.\n\n## Held-out problems\n\n{figures}\n\n"
-        f"Step 0 is the policy before training.\n\n## Recipe\n\n```yaml\n{shown}```\n"
+        f"`{recipe.algorithm.loss}`), trained with srtrl {__version__}.\n\n```python\n"
+        f"{_snippet(run, library, tokenizer)}```\n\n## Held-out problems\n\n{figures}\n"
+        f"## Recipe\n\nWithout options that have their defaults:\n\n```yaml\n{options}```\n"
+    )
+
+
+def _snippet(run: "Run", library: str, tokenizer: Any) -> str:
+    """Python that loads the model and continues a prompt that it was trained on, tokenised as in training."""
+    from srtrl.report.runs import read_rollouts
+
+    try:
+        rows = read_rollouts(list(run.rollout_files.values())[-1], ["prompt", "prompt_token_ids"]).to_pylist()
+        prompt, token_ids = min(((row["prompt"], row["prompt_token_ids"]) for row in rows), key=lambda row: len(row[0]))
+    except (IndexError, ValueError):  # they were deleted, or are damaged
+        prompt, token_ids = "Hello", tokenizer("Hello")["input_ids"]
+    flag = "" if tokenizer(prompt)["input_ids"] == token_ids else "add_special_tokens=False, "
+    model_class, imports = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if library == "peft":
+        model_class = "AutoPeftModelForCausalLM"
+        imports = f"from peft import {model_class}\nfrom transformers import AutoTokenizer"
+    return (
+        f'{imports}\n\nname = "USER/MODEL"  # or the folder of this file\n'
+        f"model, tokenizer = {model_class}.from_pretrained(name), AutoTokenizer.from_pretrained(name)\n"
+        f"prompt = {prompt!r}  # as in training\n"
+        f'inputs = tokenizer(prompt, {flag}return_tensors="pt")\n'
+        f"options = dict(do_sample=True, top_k=0, max_new_tokens={run.recipe.rollout.max_new_tokens})\n"
+        "print(tokenizer.decode(model.generate(**inputs, **options)[0]))\n"
     )

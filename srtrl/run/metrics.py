@@ -208,11 +208,11 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if evals:
-        before, after, name = evals[0], evals[-1], _main_figure(evals[-1])
+        before, after, name = evals[0], evals[-1], main_figure(evals[-1])
         figures["held-out problems x samples"] = "{num_problems} x {num_samples}".format_map(after)
         for held_out in (before, after)[before is after :]:
             when = f"after step {held_out['step']}" if held_out["step"] else "before training"
-            figures[f"held-out {name} {when}"] = _with_interval(held_out)
+            figures[f"held-out {name} {when}"] = with_interval(held_out)
         gain = after[name] - before[name]
         if before is not after:
             figures["gain"] = f"{100 * gain:+.1f} points" if name == "accuracy" else f"{gain:+.3f}"
@@ -244,7 +244,7 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if evals:
-        name = _main_figure(evals[-1])
+        name = main_figure(evals[-1])
         values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
         figures[f"held-out {name}"] = " → ".join(dict.fromkeys(values))
     elif steps:
@@ -286,16 +286,17 @@ def held_out_figures(row: Mapping[str, float]) -> MetricRow:
 def describe_held_out(metrics: Mapping[str, float]) -> str:
     """The main one of these `eval/...` metrics: `held-out accuracy 50.7% (95%: 48.1% to 53.3%)`, or the reward."""
     held_out = held_out_figures(metrics)
-    return f"held-out {_main_figure(held_out)} {_with_interval(held_out)}"
+    return f"held-out {main_figure(held_out)} {with_interval(held_out)}"
 
 
-def _main_figure(held_out: Mapping[str, float]) -> str:
+def main_figure(held_out: Mapping[str, float]) -> str:
     """The figure that says how good a policy is; without a verifier there is no accuracy."""
     return "accuracy" if "accuracy" in held_out else "reward"
 
 
-def _with_interval(held_out: Mapping[str, float]) -> str:
-    name = _main_figure(held_out)
+def with_interval(held_out: Mapping[str, float]) -> str:
+    """That figure with its 95% interval: `50.7% (95%: 48.1% to 53.3%)`."""
+    name = main_figure(held_out)
     digits = ".1%" if name == "accuracy" else ".3f"
     value, low, high = (format(held_out[f"{name}{end}"], digits) for end in ("", "_low", "_high"))
     is_known = held_out[f"{name}_low"] < held_out[f"{name}_high"]  # not for one problem, or where all are alike

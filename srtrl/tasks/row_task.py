@@ -184,9 +184,10 @@ def read_prompts(
 
 def _option_to_set(options: RowOptions, row: Row, error: RowError) -> str:
     """Where a row lacks the field that an option names, that option, with a field that it may mean."""
+    fields = {} if isinstance(row.fields, RowError) else row.fields
     for option in type(options).model_fields:
         if option.endswith("_field") and str(error).startswith(f"no field `{getattr(options, option)}`"):
-            likely = [name for name in COMMON_FIELDS if option == options.text_option and name in dict(row.fields)]
+            likely = [name for name in COMMON_FIELDS if option == options.text_option and name in fields]
             return f": set task.options.{option}{f': {likely[-1]}' if likely else ' to one of them'}"
     return ""
 
