@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from bench_cases import run
 from recipe_cases import recipe_text
 from typer.testing import Result
@@ -41,30 +42,47 @@ def groups_of(folders: list[Path]) -> list[RunGroup]:
     return group_runs([read_run(folder) for folder in folders], "eval/accuracy")
 
 
-def columns_of(result: Result) -> list[tuple[str, ...]]:
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def rows_of(result: Result) -> list[list[str]]:
     """Of each group its label and figures."""
     assert result.exit_code == 0, result.stderr
-    lines = [line for line in result.stdout.replace("┃", "│").splitlines() if "│" in line]
-    _, *columns = zip(*([cell.strip() for cell in line.split("│")[1:-1]] for line in lines), strict=True)
-    return columns
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
 
 
 def test_runs_that_differ_in_the_seed_are_one_column(tmp_path: Path) -> None:
     gains = (0.1, 0.12, 0.05)
     ours = [make_run(tmp_path / f"ppo_s{seed}", seed=seed, gain=gain) for seed, gain in enumerate(gains)]
     other = make_run(tmp_path / "gspo", loss="gspo", gain=0.08)
-    assert columns_of(compare(ours[2], other, ours[0], ours[1])) == [
-        (
-            *("ppo", "0, 1, 2", "0 to 4", "0.3 (0.3 to 0.3)", "0.66 (0.5 to 0.78)", "+0.36 (+0.2 to +0.48)"),
-            *("14 (14 to 14)", "400 (400 to 400)"),
-        ),
-        ("gspo", "0", "0 to 4", "0.3", "0.62", "+0.32", "14", "400"),
+    assert rows_of(compare(ours[2], other, ours[0], ours[1])) == [
+        ["ppo", "0.3", "0.66 (0.5 to 0.78)", "+0.36 (+0.2 to +0.48)", "0 to 4", "0, 1, 2", "14", "400"],
+        ["gspo", "0.3", "0.62", "+0.32", "0 to 4", "0", "14", "400"],
     ]
 
 
 def test_a_single_run_has_no_spread_and_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "alone_s0")
-    assert columns_of(compare(run, "--metric", "reward/mean"))[0][2:6] == ("1 to 4", "0.5", "2", "+1.5")
+    for metric in ("reward/mean", "reward"):
+        assert rows_of(compare(run, "--metric", metric))[0][1:5] == ["0.5", "2", "+1.5", "1 to 4"]
+
+
+def test_a_metric_that_is_not_there_is_answered_with_groups_or_with_those_of_its_group(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "alone")
+    groups = "eval/..., groups/..., reward/..., time/..., tokens/..."
+    for metric, names in (("speed", groups), ("tokens/x", "tokens/prompt, tokens/response")):
+        assert compare(run, "--metric", metric).stderr.endswith(f" there: {names}\n")
+
+
+def test_a_narrow_table_has_the_whole_names_of_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"quickstart_without_kl_variant_{letter}" for letter in "abcdefgh"]
+    losses = ("ppo_clip", "gspo", "cispo", "dual_clip", "policy_gradient", "gspo_token")
+    folders = [make_run(tmp_path / name, loss=loss) for name, loss in zip(names, losses, strict=False)]
+    rows = rows_of(compare(*folders))
+    assert [row[:5] for row in rows] == [[name, "0.3", "0.7", "+0.4", "0 to 4"] for name in names[: len(losses)]]
 
 
 def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) -> None:
@@ -72,8 +90,8 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
     with (part / "metrics.jsonl").open("a") as log:
         log.write('{"step": 4, "eval/acc')
     result = compare(whole, part)
-    [column] = columns_of(result)
-    assert column[:6] == ("a", "0, 1", "0 to 2", "0.3 (0.3 to 0.3)", "0.6 (0.5 to 0.7)", "+0.3 (+0.2 to +0.4)")
+    [row] = rows_of(result)
+    assert row[:6] == ["a", "0.3", "0.6 (0.5 to 0.7)", "+0.3 (+0.2 to +0.4)", "0 to 2", "0, 1"]
     assert f"{part} has done 3 steps and is not finished" in result.stdout
 
 

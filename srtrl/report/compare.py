@@ -28,7 +28,7 @@ def command(
     *,
     metric: Annotated[
         str | None,
-        typer.Option(help="Name of the metric in metrics.jsonl; by default eval/accuracy, or eval/reward without it."),
+        typer.Option(help="Name in metrics.jsonl (reward: reward/mean); by default eval/accuracy, else eval/reward."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the metric over the steps into this file.")
@@ -37,9 +37,9 @@ def command(
 ) -> None:
     """Compare runs by one metric.
 
-    Runs that differ only in their seed share a column of the table, with mean, minimum and maximum. The figures are
-    those of the first and of the last step at which all runs of the column have the metric; `seconds` are those of all
-    stages up to there, without compilation.
+    Runs that differ only in their seed share a row of the table, with mean, minimum and maximum. The figures are those
+    of the first and of the last step at which all runs of the row have the metric; `seconds` are those of all stages up
+    to there, without compilation. A narrow terminal shows fewer columns.
     """
     from rich.console import Console
 
@@ -54,8 +54,10 @@ def command(
     names = {name for run in read for row in run.rows for name in row}
     if metric is None:  # a task without verifier has no accuracy
         metric = "eval/reward" if "eval/reward" in names and "eval/accuracy" not in names else "eval/accuracy"
+    if metric not in names and f"{metric}/mean" in names:
+        metric += "/mean"
     groups = group_runs(read, metric)
-    Console().print(comparison_table(groups, metric))
+    Console().print(comparison_table(groups, metric, Console().width))
     for run in read:
         if not run.is_finished:
             print(f"{run.folder} has done {run.num_steps} steps and is not finished")
@@ -115,43 +117,54 @@ def values_of(run: "Run", metric: str) -> dict[int, float]:
     values = {int(row["step"]): row[metric] for row in run.rows if metric in row}
     if not values:
         names = sorted({name for row in run.rows for name in row} - {"step"})
-        near = suggestion(metric, names) or ";"
-        raise ValueError(f"{run.folder} has not logged `{metric}`{near} there: {', '.join(names)}")
+        near, prefix = suggestion(metric, names) or ";", f"{metric.partition('/')[0]}/"
+        of_group = [name for name in names if name.startswith(prefix)]
+        groups = dict.fromkeys(re.sub("/.*", "/...", name) for name in names)
+        raise ValueError(f"{run.folder} has not logged `{metric}`{near} there: {', '.join(of_group or groups)}")
     return values
 
 
-def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
-    """A column for each group: means over the seeds with minimum and maximum."""
+def comparison_table(groups: Sequence[RunGroup], metric: str, width: int) -> "Table":
+    """A row for each group: means over the seeds with minimum and maximum; in `width`, without the last columns."""
+    from rich.console import Console
     from rich.table import Table
 
     from srtrl.report.charts import STAGES
 
-    table = Table("", title=f"{metric}: mean over seeds (minimum to maximum)")
-    columns = []
+    stages = [f"time/{stage}" for stage in STAGES[1:]]
+    rows = []
     for group in groups:
-        table.add_column(group.label, justify="right", overflow="fold")
         first, last = group.steps[0], group.steps[-1]
-        rows = [[row for row in run.rows if row["step"] <= last] for run in group.runs]
-        stages = [f"time/{stage}" for stage in STAGES[1:]]
-        columns.append(
+        logged = [[row for row in run.rows if row["step"] <= last] for run in group.runs]
+        rows.append(
             {
-                "seeds": ", ".join(str(run.recipe.seed) for run in group.runs),
-                "steps": f"{first} to {last}",
+                "run": group.label,
                 "before": _cell([values[first] for values in group.values], ".4g"),
                 "after": _cell([values[last] for values in group.values], ".4g"),
                 "change": _cell([values[last] - values[first] for values in group.values], "+.4g"),
-                "seconds": _cell([sum(row.get(stage, 0) for row in one for stage in stages) for one in rows], ",.0f"),
-                "response tokens": _cell([sum(row.get("tokens/response", 0) for row in one) for one in rows], ",.0f"),
+                "steps": f"{first} to {last}",
+                "seeds": ", ".join(str(run.recipe.seed) for run in group.runs),
+                "seconds": _cell([sum(row.get(name, 0) for row in one for name in stages) for one in logged], ",.0f"),
+                "response tokens": _cell([sum(row.get("tokens/response", 0) for row in one) for one in logged], ",.0f"),
             }
         )
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
-    return table
+    names = list(rows[0])
+    is_short = max(len(group.label) for group in groups) <= width // 2
+    while True:
+        table = Table(title=f"{metric}: mean over seeds (minimum to maximum)")
+        table.add_column("run", overflow="fold", no_wrap=is_short)
+        for name in names[1:]:
+            table.add_column(name, justify="right", overflow="fold")
+        for row in rows:
+            table.add_row(*(row[name] for name in names))
+        if names[-1] == "steps" or Console(width=10_000).measure(table).maximum <= width:
+            return table
+        names.pop()
 
 
 def _cell(values: Sequence[float], digits: str) -> str:
     mean, low, high = (format(value, digits) for value in (fmean(values), min(values), max(values)))
-    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def draw_comparison(groups: Sequence[RunGroup], metric: str) -> str:
