@@ -241,7 +241,8 @@ def show_config(
     """Print a recipe with all values filled in.
 
     These are its own, defaults and overrides. With --check a table follows, as comments: the memory of a training step
-    on one GPU, whether it fits, and what to change if not. With --help-fields: print every field and its meaning.
+    on one GPU, whether it fits, and what to change if not; the last line is the verdict. With --help-fields: print
+    every field and its meaning.
     """
     if help_fields:
         print_fields()

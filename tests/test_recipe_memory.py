@@ -79,6 +79,7 @@ def row(*cells: object) -> str:
 
 
 MATH = "show-config {recipes}/grpo_math.yaml --check"
+PASSED = "verdict: all names, options and paths are correct;"
 SHOWN = {
     f"{MATH} --gpu 80": ["GPU of 80 GiB (--gpu)", "by srtrl's record of its shape", "fits: at most 72.0 GiB"],
     f"{MATH} --gpu 80 rollout.draft_head.k=3": ["draft head            0.6 GiB\n", "fits: at most 72.0 GiB"],
@@ -86,6 +87,9 @@ SHOWN = {
         "does not fit: more than 34.2 GiB, 90% of the GPU",
         "train.micro_batch_tokens=4608         saves   2.2 GiB, sum 35.4\n",
         "rollout.kv_memory_gib=3.2             saves   1.2 GiB, sum 34.2: fits, with 104 slots",
+    ],
+    f"{MATH} --gpu 24 device=auto": [
+        f"{PASSED} does not fit a GPU of 24 GiB (there is none here: trains on the CPU), but"
     ],
     f"{MATH} --gpu 24": ["model.lora.rank=32                    saves  23.4 GiB, sum 18.6: fits, with 294 slots"],
     f"{MATH} --gpu 24 model.path=Qwen/Qwen2.5-3B train.sharding=fsdp2": ["sharding is not counted", "then a GPU of 61"],
@@ -98,8 +102,10 @@ SHOWN = {
         "model.lora.base=host                  saves  12.2 GiB, sum 27.7\n",
         "rollout.kv_memory_gib=3.9             saves   0.2 GiB, sum 21.6: fits, with 81 slots",
     ],
-    "show-config {recipes}/quickstart.yaml --check": ["memory: not computed for device: cpu"],
-    "show-config {recipes}/quickstart.yaml --check --gpu 1 --json": ["fits: at most 0.9 GiB"],
+    "show-config quickstart --check": [
+        *("memory: not computed for device: cpu", f"{PASSED} trains on the CPU; runs/quickstart exists: --resume cont")
+    ],
+    "show-config quickstart --check --gpu 1 --json name=new": ["at most 0.9 GiB", f"{PASSED} fits a GPU of 1 GiB\n"],
     f"{MATH} --gpu 80 rollout.kv_memory_gib=0.01": ["error: rollout.kv_memory_gib: 0.01 GiB hold 23 pages"],
     f"{MATH} model.path=acme/model-9b": ["error: model.path: acme/model-9b: the Hugging Face hub does not give"],
     f"{MATH} --gpu 0.5": ["Invalid value for '--gpu'"],
@@ -111,8 +117,11 @@ SHOWN = {
 
 @pytest.mark.parametrize("command", SHOWN)
 def test_show_config_says_whether_a_step_fits_and_what_would_help(
-    command: str, monkeypatch: pytest.MonkeyPatch
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart" / "checkpoints").mkdir(parents=True)
+
     def refuse(*_: object) -> None:
         raise OSError("no network")
 

@@ -28,6 +28,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import is_local, read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
+from srtrl.run.folder import is_empty, run_path
 from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, build_draft_head, number_of_slots
 from srtrl.trainer.draft_head import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
@@ -182,6 +183,7 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     origin = "--gpu"
     if gpu_gib is None and recipe.device == "cpu":
         yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
+        yield _verdict(recipe, "trains on the CPU")
         return
     if gpu_gib is None and torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
@@ -204,7 +206,11 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     verdict = "fits" if plan.fits else "does not fit"
     limit = f"{'at most' if plan.total <= plan.limit else 'more than'} {plan.limit / GIB:.1f} GiB"
     yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {verdict}: {limit}, {MAX_SHARE:.0%} of the GPU"
+    place = f"a GPU of {gpu_gib:.4g} GiB"
+    if not torch.cuda.is_available() and recipe.device == "auto":
+        place += " (there is none here: trains on the CPU)"
     if plan.fits:
+        yield _verdict(recipe, f"fits {place}")
         return
     yield "what would lower it, each line on top of those before it:"
     for override, saved, changed in advise(recipe, config, plan):
@@ -215,6 +221,14 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         least = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
         yield f"  then a GPU of {least:.0f} GiB is needed, or a smaller model; several GPUs share all weights with"
         yield "  train.sharding=fsdp2 (not with model.lora)"
+    yield _verdict(recipe, f"does not fit {place}{', but with these changes' if plan.fits else ''}")
+
+
+def _verdict(recipe: Recipe, outcome: str) -> str:
+    """What `srtrl train` would do with a recipe whose checks passed."""
+    folder = run_path(recipe)
+    exists = "" if is_empty(folder) else f"; {folder} exists: --resume continues it, --overwrite begins again"
+    return f"verdict: all names, options and paths are correct; {outcome}{exists}"
 
 
 def find_config(path: str) -> tuple[ModelConfig, str]:
