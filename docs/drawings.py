@@ -1,4 +1,4 @@
-"""Writes drawings/*.svg: plain SVG on a light ground, readable in light and dark mode.
+"""Writes drawings/*.svg: plain SVG, dark where the reader's browser is (`prefers-color-scheme`).
 
     python docs/drawings.py
 
@@ -12,7 +12,15 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("drawings")
 GROUND, INK, GREY, LINE = "#f6f8fa", "#1f2328", "#59636e", "#8c959f"
-WHITE, SHADE, GREEN, BLUE, ORANGE = "#ffffff", "#d8dee4", "#9be0a8", "#b6d8fb", "#ffd8a8"
+WHITE, SHADE, GREEN, BLUE, ORANGE, PATH = "#ffffff", "#d8dee4", "#9be0a8", "#b6d8fb", "#ffd8a8", "#1a7f37"
+DARK = {GROUND: "#161b22", INK: "#e6edf3", GREY: "#9da7b3", LINE: "#6e7681", PATH: "#3fb950"} | {
+    WHITE: "#0d1117",
+    SHADE: "#30363d",
+    GREEN: "#1b5e2b",
+    BLUE: "#1f4a7d",
+    ORANGE: "#7a4a12",
+}
+"""Colour -> the one in its place on a dark page."""
 SAMPLES = (
     "9+6=15⏎15*8=120Answ120+2=122⏎A: 12|8∎",
     "9+6=15⏎15*8=120⏎120+2=122⏎A: 122∎",
@@ -30,10 +38,14 @@ class Svg:
     """A drawing of this width and height in pixels."""
 
     def __init__(self, title: str, width: int, height: int) -> None:
+        rules = "".join(
+            f"[{name}='{light}']{{{name}:{dark}}}" for light, dark in DARK.items() for name in ("fill", "stroke")
+        )
         self.lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
             f'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="{INK}">',
             f"<title>{escape(title)}</title>",
+            f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>",
             '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
             f'<path d="M0,0 L8,4 L0,8 z" fill="{GREY}"/></marker></defs>',
             f'<rect width="{width}" height="{height}" rx="8" fill="{GROUND}"/>',
@@ -59,7 +71,7 @@ class Svg:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         end = ' marker-end="url(#head)"' if head else ""
         self.lines.append(
-            f'<polyline points="{path}" fill="none" stroke="{"#1a7f37" if bold else GREY}" '
+            f'<polyline points="{path}" fill="none" stroke="{PATH if bold else GREY}" '
             f'stroke-width="{3 if bold else 1.3}"{end}/>'
         )
 
@@ -201,7 +213,7 @@ def draft_tree() -> None:
         20,
         294,
         "Above a node: share of the prompt's earlier samples "
-        "that continue so. \\n: a line break. White nodes are dropped.",
+        "that continue so. \\n: a line break. Nodes without colour are dropped.",
         fill=GREY,
     )
     svg.save("draft_tree")

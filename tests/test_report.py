@@ -12,11 +12,14 @@ import bench_cases
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from recipe_cases import recipe_text
+from tiny_run import make_recipe, train
 
 from srtrl.metrics import MetricLog
 from srtrl.report.page import write_report
 from srtrl.run.folder import step_file_name
+from srtrl.run.machine import MACHINE_FILE, describe_machine, read_machines
 
 REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
@@ -44,6 +47,18 @@ def make_run(
             log.write(step, {name: value for name, value in row.items() if not name.startswith(without or ("-",))})
             pq.write_table(rollout_table(step, noise), folder / "rollouts" / step_file_name(step))
     return folder
+
+
+def test_the_header_has_duration_and_machines_of_a_run_that_noted_them(policy: Path, tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "old", 2)).read_text(encoding="utf-8")
+    assert "<p>Time of all stages: 1 min 49 s</p>" in page
+    line = describe_machine(torch.device("cpu"))
+    assert re.fullmatch(r".+, \d+ cores?, torch \S+, srtrl \S+, \d{4}-\d\d-\d\d", line)
+    folder = train(make_recipe(policy, tmp_path, train__num_steps=1, eval__before_and_after=False)).folder
+    assert read_machines(folder) == [line]
+    with (folder / MACHINE_FILE).open("a") as file:
+        file.write(f"{line}\nNVIDIA <H100>, 2027-01-01\n")
+    assert f" on {line}; then NVIDIA &lt;H100&gt;, 2027-01-01</p>" in write_report(folder).read_text(encoding="utf-8")
 
 
 def eval_metrics(accuracy: float) -> dict[str, float]:

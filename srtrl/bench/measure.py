@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import statistics
 import sys
@@ -27,6 +26,7 @@ from srtrl import __version__
 from srtrl.drafters.base import resolve_drafter
 from srtrl.metrics import check_output, write_atomic
 from srtrl.recipe.schema import MAX_WIDTH
+from srtrl.run.machine import cpu_name, num_cores
 
 # --- Options ----------------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ def read_environment(device: torch.device, json_file: Path | None, *, force: boo
     return {
         "command": shlex.join(["srtrl", *sys.argv[1:]]),
         "processor": f"{cpu_name()}{gpu}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "srtrl": __version__,
@@ -156,12 +156,6 @@ def read_environment(device: torch.device, json_file: Path | None, *, force: boo
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Model name of the processor: that of Linux where there is one, else what Python knows."""
-    name = re.search(r"^model name\s*: (.+)$", cpu_info.read_text(), re.MULTILINE) if cpu_info.is_file() else None
-    return name[1] if name else platform.processor() or platform.machine()
 
 
 def publish(

@@ -16,6 +16,7 @@ from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
 from srtrl.report.trie_view import DecodedResponse, decoded_response, text_decoder
+from srtrl.run.machine import read_machines
 from srtrl.run.metrics import headline, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -64,6 +65,7 @@ def render(run: Run) -> str:
         notices=list(_notices(run)),
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
         run_folder=run.folder,
+        machines=read_machines(run.folder),
         samples=list(_samples(run)),
         segment_titles=segment_titles,
         count_turns=count_turns,

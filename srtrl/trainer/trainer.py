@@ -40,6 +40,7 @@ from srtrl.run.folder import (
     write_rollouts,
 )
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
+from srtrl.run.machine import MACHINE_FILE, describe_machine
 from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
 from srtrl.run.trackers import check_trackers, log_samples, start_trackers
@@ -256,6 +257,8 @@ class Trainer:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         start_trackers(self.accelerator, self.recipe, step=self.step)
         run.begin(self.recipe)
+        with (run.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{describe_machine(build.choose_device(self.recipe))}\n")
         return run
 
     def _say_start(self) -> None:

@@ -1,0 +1,42 @@
+"""The machine that trains, for the readers of a run: a line of `machine.txt` each time that training starts."""
+
+import datetime
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from srtrl import __version__
+
+MACHINE_FILE = "machine.txt"
+
+
+def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name of the processor: that of Linux where there is one, else what Python knows."""
+    name = re.search(r"^model name\s*: (.+)$", cpu_info.read_text(), re.MULTILINE) if cpu_info.is_file() else None
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_machine(device: torch.device) -> str:
+    """Processor (or GPU), versions and date, in one line."""
+    cores = num_cores()
+    name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return f"{name}, torch {torch.__version__}, srtrl {__version__}, {date}"
+
+
+def read_machines(folder: Path) -> list[str]:
+    """The different lines of the run's file; none of a run of an earlier version."""
+    file = folder / MACHINE_FILE
+    return (
+        list(dict.fromkeys(file.read_text(encoding="utf-8", errors="replace").splitlines())) if file.is_file() else []
+    )
