@@ -39,7 +39,7 @@ generate policy --prompt 1 rollout.kv_memory_gib=1e-6 => GiB hold 0 pages, but o
 generate policy --prompt 1 eval.top_p=0 => eval.top_p: should be greater than 0, found 0
 generate policy --prompt 1 rollout.slots=1000000000 => rollout.slots: should be 'auto' or should be less than or
 generate policy --prompt 1 --no-such-option => No such option: --no-such-option
-generate ./nowhere --prompt 1 => ./nowhere: no local folder
+generate ./nowhere --prompt 1 => ./nowhere: not a local folder
 generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Face layout
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
@@ -51,7 +51,7 @@ generate dora --prompt 1 => dora/adapter_config.json: use_dora is True, supporte
 generate other --prompt 1 => other: its model.layers.0.self_attn.k_proj.lora_A and lora_B fit no matrix of ./policy
 generate head --prompt 1 => head: unexpected tensors lm_head.lora_A, lm_head.lora_B; supported: LoRA of the layers
 generate ranks --prompt 1 => ranks/adapter_config.json: r is 'x'
-generate orphan --prompt 1 => ./nowhere: no local folder
+generate orphan --prompt 1 => ./nowhere: not a local folder
 generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM'
 eval => MODEL_OR_RUN is missing: name a model or the folder of a run
 eval policy => policy is not a run folder: name what to evaluate, with
@@ -136,7 +136,7 @@ train recipe.yaml eval.temperature=1e-44 => eval.temperature: expected 0 (greedy
 train recipe.yaml rollout.temperature=1e-44 => should be greater than or equal to 0.000001, found 1e-44
 train recipe.yaml seed=-1 => seed: should be greater than or equal to 0, found -1
 train recipe.yaml device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
-train recipe.yaml model.path=./nowhere => ./nowhere: no local folder
+train recipe.yaml model.path=./nowhere => ./nowhere: not a local folder
 train recipe.yaml model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
 train recipe.yaml model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
 train recipe.yaml 'model.lora={targets: []}' => model.lora.targets: should be 'all_linear' or should have

@@ -23,9 +23,9 @@ from srtrl.run.machine import MACHINE_FILE, describe_machine, read_machines
 
 REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
-    *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups", "Samples without advantage"),
+    *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups", "Groups with equal rewards"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
-    *("Decoder against trainer", "Speed of the decoder", "Time by stage", "Tokens per decode step"),
+    *("Decoder vs. trainer log-probs", "Speed of the decoder", "Time by stage", "Tokens per decode step"),
 ]
 """Those of a run without critic or drafts."""
 SVG = "{http://www.w3.org/2000/svg}"

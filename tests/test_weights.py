@@ -252,7 +252,7 @@ def test_hub_names_are_downloaded_or_refused(folder: Path, monkeypatch: pytest.M
     assert download.call_args.args == ("someone/model",)
     assert "*.bin" not in download.call_args.kwargs["allow_patterns"]
     download.side_effect = LocalEntryNotFoundError("no connection")
-    with pytest.raises(ValueError, match=r"someone/other: no local folder.*no connection"):
+    with pytest.raises(ValueError, match=r"someone/other: not a local folder.*no connection"):
         read_config("someone/other")
 
 

@@ -131,7 +131,7 @@ class LiveSample:
 
     @property
     def turn_end(self) -> int:
-        """The end of the present turn."""
+        """The end of the current turn."""
         starts = [start for start, _ in self.extensions[self.request.turn :]]
         return starts[0] if starts else len(self.tokens)
 

@@ -85,7 +85,7 @@ class DraftHead(nn.Module):
         self.read(policy)
 
     def read(self, policy: Transformer) -> None:
-        """Take over the policy's present embedding and output head."""
+        """Take over the policy's current embedding and output head."""
         self.embedding = policy.embedding.detach()  # [V, D]
         torch.index_select(policy.head_weight.detach(), 0, self.token_ids, out=self.output)
 

@@ -120,7 +120,7 @@ class EnvironmentBase:
     tools: ClassVar[Sequence[Tool]] = ()
     """The tools that the policy may call. Calls of other names are answered with an error."""
     timeout_seconds: ClassVar[float] = 300.0
-    """Wall-clock limit of a turn, from the start of `step`. It is a last resort: the sample ends with the stop reason
+    """Wall-clock limit of a turn, from the start of `step`. It is a safety net: the sample ends with the stop reason
     `time`, and a step that hangs keeps its thread."""
 
     def __init__(self, options: Section, shared: Any) -> None:

@@ -49,7 +49,7 @@ class SandboxLimits(Section):
     cpu_seconds: int = Field(default=5, ge=1, le=3600)
     """CPU time of a call, in whole seconds, kept by the kernel."""
     wall_seconds: float = Field(default=60.0, gt=0, le=240)
-    """Wall-clock time of a call: a last resort, for code that sleeps; generous, because a loaded machine is slow. All
+    """Wall-clock time of a call: a safety net for code that sleeps; generous, because a loaded machine is slow. All
     calls of a turn together have 300 seconds."""
     memory_mb: int = Field(default=1024, ge=16, le=1_000_000)
     """Memory of a call: MiB of address space, beyond what the interpreter has when the call begins."""

@@ -35,14 +35,14 @@ class Disagreement:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GraderReport:
-    """What the verifier said about one data set, as `--json` prints it."""
+    """The verdicts of the verifier on one data set, as `--json` prints them."""
 
     name: str
     num_rows: int
     num_asked: dict[Question, int]
     """How often each question was asked."""
     num_agreed: dict[Question, int]
-    """How often the verifier said what it should."""
+    """How often the verifier was right."""
     disagreements: list[Disagreement]
 
 
@@ -107,7 +107,7 @@ def _plain(answer: str) -> str:
 
 
 def grader_table(reports: Sequence[GraderReport]) -> Table:
-    """How often the verifier said what it should."""
+    """How often the verifier was right."""
     table = Table("data", title="agreement of the grader with reference solutions")
     for heading in ("rows", "solution\naccepted", "boxed answer\naccepted", "other row's\nsolution refused"):
         table.add_column(heading, justify="right")

@@ -8,7 +8,7 @@ WORK_PER_THREAD = 100_000
 
 
 def set_cpu_threads(num_threads: int | None = None) -> None:
-    """Let torch and Numba's kernels use `num_threads` (by default torch's present number).
+    """Let torch and Numba's kernels use `num_threads` (by default torch's current number).
 
     The first parallel call of Numba sets OpenMP's thread count, and with it torch's, to the number of cores: torch
     would give other bits after it than before, and run slowly on a busy machine. So that call is made here, and

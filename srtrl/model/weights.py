@@ -101,8 +101,9 @@ def _find_folder(path: str | Path) -> Path:
         )
     except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
         raise ValueError(
-            f"{name}: no local folder, and not to be had from the Hugging Face hub; give a folder that exists, "
-            f"bundled:NAME, or the name of a hub model that this machine can reach ({type(error).__name__}: {error})"
+            f"{name}: not a local folder, and it could not be downloaded from the Hugging Face hub; give a folder that "
+            f"exists, bundled:NAME, or the name of a hub model that this machine can reach ({type(error).__name__}: "
+            f"{error})"
         ) from error
     return Path(snapshot)
 

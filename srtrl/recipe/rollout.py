@@ -137,8 +137,8 @@ class RolloutSection(Section):
     decode step by at most this share of its time, by the measured cost of steps. 0: only what is free; null: none.
 
     A run-ahead uses the RNG key of its sample, so the two have much of their text in common. Every sample of the
-    present step comes before run-aheads, and the policy never learns from a run-ahead. There are none if the drafter
-    does not use them (`srt` does) or `draft_budget` is 0. On most CPUs a further row is not cheap, so there are few.
+    current step comes before run-aheads, and the policy never learns from a run-ahead. There are none if the drafter
+    does not use them (`srt` does) or `draft_budget` is 0. On most CPUs another row is not cheap, so there are few.
     """
     kv_memory_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Maximum memory of the KV cache, which has pages for all slots at full length if that is less.

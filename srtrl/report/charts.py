@@ -74,7 +74,9 @@ CHARTS = {
             ["data/draws", "groups/[!z]*"],
             "Drawn, kept by the filters; of these, all samples correct or all wrong.",
         ),
-        Chart("Samples without advantage", "share of samples", ["groups/zero_advantage_share"], "They teach nothing."),
+        Chart(
+            "Groups with equal rewards", "share of samples", ["groups/zero_advantage_share"], "They have no gradient."
+        ),
         Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Reward: 0."),
     ),
     "Turns and tools": (
@@ -99,12 +101,18 @@ CHARTS = {
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
         Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder, capped."),
         Chart("Stale tokens", "share", ["off_policy/*share", "off_policy/age_*"], "Of earlier policies, by age."),
-        Chart("Weights of stale tokens", "weight", ["off_policy/weight_*"], "Present over earlier policy, not capped."),
+        Chart("Weights of stale tokens", "weight", ["off_policy/weight_*"], "Current over earlier policy, not capped."),
         Chart("Gradient norm", "norm", ["grad_norm", "critic/grad_norm"], "Before clipping.", is_log=True),
         Chart("Learning rate", "learning rate", ["learning_rate", "critic/learning_rate"]),
         Chart("Critic", "reward", ["critic/loss", "critic/value_mean", "critic/return_mean"], "Loss: squared reward."),
         Chart("Explained variance", "share of variance", ["critic/explained_variance"], "1: perfect, 0: no help."),
-        Chart("Decoder against trainer", "nats", ["logprob_difference/m*"], "Expected: rounding error.", is_log=True),
+        Chart(
+            "Decoder vs. trainer log-probs",
+            "nats",
+            ["logprob_difference/m*"],
+            "Should only show rounding error.",
+            is_log=True,
+        ),
     ),
     SPEED: (
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),

@@ -33,7 +33,9 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the metric over the steps into this file.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.svg, whatever it is.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace FILE.svg, even if this command did not write it.")
+    ] = False,
 ) -> None:
     """Compare runs by one metric.
 

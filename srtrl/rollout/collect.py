@@ -212,7 +212,7 @@ class Collector:
     def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """Run-aheads for idle slots: the samples of later draws, early. None of it is ever learned from.
 
-        A run-ahead is decoded by the present policy on the very RNG key that its sample will have. The next step's
+        A run-ahead is decoded by the current policy on the very RNG key that its sample will have. The next step's
         policy is nearly the same and its noise is the same, so that the sample repeats a good part of the run-ahead
         word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and no draft
         changes a sampled token, so it stays exact and on-policy. Run-aheads take idle slots breadth-first, as samples

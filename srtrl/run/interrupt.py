@@ -35,7 +35,7 @@ REPEAT_SECONDS = 1.0
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first signal ends the run after the present step, a later one ends it at once.
+    """Ctrl-C and SIGTERM: the first signal ends the run after the current step, a later one ends it at once.
 
     Signals are handled inside the `with` block, and in the main thread only.
     """

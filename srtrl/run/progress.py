@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 500
 
 
 class RunProgress:
-    """Prints lines; inside its `with` block, on a terminal, also shows the present step and stage below them."""
+    """Prints lines; inside its `with` block, on a terminal, also shows the current step and stage below them."""
 
     def __init__(self, num_steps: int, *, console: Console | None = None) -> None:
         """Of `num_steps` steps, on standard output by default."""

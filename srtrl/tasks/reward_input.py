@@ -15,7 +15,7 @@ class RewardInput:
 
     prompt: Prompt
     text: str
-    """The completion without special tokens; of several turns what the policy said, a line break between them."""
+    """The completion without special tokens; of several turns the texts of the policy, joined by line breaks."""
     correct: bool | None
     """The verdict of the task's verifier; None where the task has none, and where it failed (the sample's reward is
     then 0 in any case)."""

@@ -86,7 +86,7 @@ class PolicyObjective(Objective):
         self.reduction = resolve_part("algorithm.reduction", algorithm.reduction)
         self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator)
         self.difference: dict[str, float] = {}
-        """`logprob_difference/*` of the present step, once the log-probs are compared."""
+        """`logprob_difference/*` of the current step, once the log-probs are compared."""
         self.draft_head: DraftHeadLearner | None = None
         """Learns in the same passes, if there is one."""
         self._first_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, until they are compared

@@ -76,7 +76,7 @@ def accept_prefixes(
     """The part of an earlier response with which each new sample begins: SPEC-RL's rule (arXiv 2509.23232).
 
     Token by token, each is accepted with probability min(1, lenience x p_new / p_old), up to the first that is not.
-    p_old is that of the policy that sampled the token, p_new the present policy's, by one pass over the whole response.
+    p_old is that of the policy that sampled the token, p_new the current policy's, by one pass over the whole response.
     A response of which every token is accepted stays whole. What was not sampled is accepted with all before it.
 
     Args:

@@ -150,7 +150,7 @@ class Trainer:
         self.step = 0
         """Training steps done."""
         self.is_stopping = False
-        """Whether a rank was interrupted: the run ends after the present step."""
+        """Whether a rank was interrupted: the run ends after the current step."""
         self.changes, self.checkpoint = ranks.on_main(self._check_start, "checks of rank 0")
         self.accelerator = build.build_accelerator(recipe, run_path(recipe))
         set_cpu_threads(recipe.num_threads)  # after accelerate, which divides the cores among several ranks
@@ -468,7 +468,7 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Show and time a stage of the present step; name it where the device's memory is too small."""
+        """Show and time a stage of the current step; name it where the device's memory is too small."""
         self.progress.stage(name)
         with self.timer.stage(name), explain_out_of_memory(f"step {self.step + 1}, {name}"):
             yield
