@@ -1,0 +1,119 @@
+"""Figures of the documentation that need no run: token ids, advantages, and figures that two pages state."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from srtrl.algorithms.advantages import group_relative
+from srtrl.model.weights import load_tokenizer
+from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import Recipe
+from srtrl.resolve import resolve_class
+from srtrl.tasks.base import load_task
+from srtrl.trainer.sampling import DataOrder
+from srtrl.types import Prompt
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WALKTHROUGH = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+RESULTS = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[Recipe, Prompt]:
+    """Quickstart, and the prompt of its draw 5."""
+    recipe = load_recipe(Path("quickstart"))
+    prompts = load_task(recipe, load_tokenizer(recipe.model.path)).train_prompts
+    return recipe, prompts[DataOrder(len(prompts), recipe.seed).prompt_of(5)]
+
+
+def found(pattern: str, page: str) -> list[str]:
+    """The groups of the only match."""
+    [match] = re.finditer(pattern, page)
+    return [*match.groups()]
+
+
+def test_the_walkthrough_follows_the_prompt_of_draw_5_and_its_tokens(drawn: tuple[Recipe, Prompt]) -> None:
+    recipe, prompt = drawn
+    text, number, ids = found(r"`(Compute .*)` and a line break are (\d+) tokens, `([\d ]+)`", WALKTHROUGH)
+    assert (prompt.text, list(prompt.token_ids)) == (f"{text}\n", [*map(int, ids.split())])
+    assert len(prompt.token_ids) == int(number)
+    assert "step 1, draw 5; all of it is in\n`runs/walk/rollouts/" in WALKTHROUGH
+    assert f"--prompt {prompt.prompt_id}`" in WALKTHROUGH
+    assert f"The answer is {prompt.answer}." in WALKTHROUGH
+    rollout = recipe.rollout
+    num_samples = rollout.num_prompts * rollout.num_samples
+    assert f"(quickstart: {rollout.num_prompts} x {rollout.num_samples} =\n{num_samples})" in WALKTHROUGH
+
+
+def test_the_walkthrough_s_response_has_these_tokens(drawn: tuple[Recipe, Prompt]) -> None:
+    [block] = re.findall(r"Sample 3 is\n\n +```text\n(.*?)```", WALKTHROUGH, re.DOTALL)
+    lines = [re.split(r"  +", line.strip()) for line in block.strip().splitlines()]
+    text, ids = "\n".join(line for line, _ in lines), [int(number) for _, part in lines for number in part.split()]
+    tokenizer = load_tokenizer(drawn[0].model.path)
+    assert ids == [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    assert f"{len(ids)} tokens; {tokenizer.eos_token_id} ends the response" in WALKTHROUGH
+    assert f"has {len(drawn[1].token_ids)} + {len(ids)} = {len(drawn[1].token_ids) + len(ids)} tokens" in WALKTHROUGH
+    assert tokenizer.decode(ids[13]) == "2", "the least certain token, the 14th"
+
+
+def test_the_walkthrough_s_rewards_and_advantages_follow_from_the_answers(drawn: tuple[Recipe, Prompt]) -> None:
+    answers, rewards = found(r"the samples end in (.*), so the rewards are ([\d, ]+)\.", WALKTHROUGH)
+    graded = [float(answer == drawn[1].answer) for answer in re.findall(r"\d+", answers)]
+    assert graded == [float(reward) for reward in rewards.split(", ")]
+    mean, deviation = found(r"the mean is ([\d.]+), the standard deviation ([\d.]+)\.", WALKTHROUGH)
+    right, wrong = found(r" = ([\d.]+) for each of their tokens, the other five (-[\d.]+)\.", WALKTHROUGH)
+    values = torch.tensor(graded, dtype=torch.float64)
+    assert (f"{values.mean():.3f}", f"{values.std():.4f}") == (mean, deviation)
+    advantages = group_relative(values[None])[0].tolist()
+    assert (f"{max(advantages):.4f}", f"{min(advantages):.4f}") == (right, wrong)
+
+
+def test_the_drawings_show_the_walkthrough_s_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    ends = [re.findall(r"A: (\d+)∎$", sample.replace("¿", "1"))[0] for sample in import_module("drawings").SAMPLES]
+    answers, _ = found(r"the samples end in (.*), so the rewards are ([\d, ]+)\.", WALKTHROUGH)
+    assert ends == re.findall(r"\d+", answers)
+
+
+def test_results_have_equal_weights_and_ratios_of_their_prices() -> None:
+    tables = re.findall(r"^### .*?\n\n(.*?)\n(?:\n|$)", RESULTS, re.DOTALL | re.MULTILINE)
+    assert len(tables) == 4
+    for table in tables:
+        rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+        assert len({row[-1] for row in rows}) == 1, "the hash of the weights"
+        prices = [found(r"([\d,]+) ms \(([\d.]+)x\)", row[3]) for row in rows]
+        for (name, *_), (price, ratio) in zip(rows, prices, strict=True):
+            resolve_class("srtrl.drafters", name, "Drafter")
+            assert abs(int(prices[0][0].replace(",", "")) / int(price.replace(",", "")) - float(ratio)) < 0.006
+    second_visit = [found(r"`srt` \| [\d, ]+ \| [\d.]+, ([\d.]+) ", table)[0] for table in tables]
+    grpo, ppo, dapo, tool = (f"{float(value):.1f}" for value in second_visit)
+    assert f"{grpo} (GRPO), {ppo} (PPO), {dapo} (DAPO) and {tool} (with a tool)" in README.replace("\n", " ")
+
+
+def test_the_readme_has_the_figures_of_the_benchmarks() -> None:
+    ratios = found(r"\| ([\d.]+) / ([\d.]+) / ([\d.]+) \|\n", README)
+    assert f"| {' / '.join(f'{ratio}x' for ratio in ratios)} |" in BENCHMARKS
+    share, low, high = found(r"\| ([\d.]+) \(95%: ([\d.]+) to ([\d.]+)\) \|\n", README)
+    assert f"| {share} ({low} to {high}) |" in BENCHMARKS
+    before, after = found(r"training \(([\d.]+%) and ([\d.]+%)\)", README)
+    assert f"held-out accuracy {before} to {after}" in BENCHMARKS
+
+
+def test_files_and_recipes_that_commands_of_the_pages_name_are_there() -> None:
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    named = {
+        name
+        for page in pages
+        if page.name not in ("CHANGELOG.md", "LOG.md")
+        for name in re.findall(
+            r"(?<![\w./])((?:recipes|docs|srtrl|tests)/[\w/-]+\.(?:py|yaml|md|svg|ipynb|json))\b",
+            page.read_text(encoding="utf-8"),
+        )
+    }
+    assert len(named) > 20
+    assert sorted(name for name in named if not (REPOSITORY / name).exists()) == []
