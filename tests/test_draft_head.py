@@ -28,7 +28,7 @@ def make_head(policy: Transformer, kind: str) -> DraftHead:
     head = DraftHead(policy, policy.dtype, vocabulary=50, hidden=24, seed=0)
     with torch.no_grad():
         if kind == "random":
-            head.down.normal_(generator=torch.Generator().manual_seed(1))
+            head.down.copy_(torch.randn(head.down.shape, generator=torch.Generator().manual_seed(1)))
         if kind == "garbage":
             head.norm[3] = torch.nan
         if kind == "infinite":
