@@ -129,7 +129,7 @@ def train(
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():
         for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
-            print(f"{name + ':':<40}{figure}")
+            print(f"{name + ':':<41} {figure}")
         again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")

@@ -181,7 +181,7 @@ def generate(
     source, run_task = _source(model_or_run)
     if run_task is not None and ":" not in run_task["name"] and not raw:
         task["task"] = run_task
-    source.is_foreign = not (import_from_here or is_made_here(source.path.parent))
+    source.is_foreign = run_task is not None and not (import_from_here or is_made_here(source.path.parent))
     source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
     source.put(("eval", "num_samples"), num_samples, "num_samples")
     source.override(overrides)

@@ -93,6 +93,8 @@ def test_results_have_equal_weights_and_ratios_of_their_prices() -> None:
     second_visit = [found(r"`srt` \| [\d, ]+ \| [\d.]+, ([\d.]+) ", table)[0] for table in tables]
     grpo, ppo, dapo, tool = (f"{float(value):.1f}" for value in second_visit)
     assert f"{grpo} (GRPO), {ppo} (PPO), {dapo} (DAPO) and {tool} (with a tool)" in README.replace("\n", " ")
+    steps = [" / ".join(re.findall(r"`(?:none|srt)` .*\| ([\d.]+) \| `", table)) for table in tables]
+    assert "GRPO {} s, PPO {} s, DAPO {} s, with a tool {} s".format(*steps) in README
 
 
 def test_the_readme_has_the_figures_of_the_benchmarks() -> None:
