@@ -1,11 +1,11 @@
 """Tokens per step of a drafter, of a draft head, and of both on new prompts; for docs/benchmarks.md, no test.
 
-    python tests/draft_head_figures.py [--train] [--price] [--stories MODEL] RECIPE [OVERRIDE ...]
+    python tests/draft_head_figures.py [--train] [--price] [--stories MODEL] [--prompts N] RECIPE [OVERRIDE ...]
 
-`--train` trains the recipe first, in place of an earlier run of its name. The last 64 training prompts, which its steps
-must not have seen, are decoded with each of `BUDGETS` draft nodes. `--price` adds what these figures would give on an
-H200. `--stories` is for a folder with stories260K or another model of children's stories: it learns from first
-sentences made of `WORDS`.
+`--train` trains the recipe first, in place of an earlier run of its name. The last N training prompts (64), which its
+steps must not have seen, are decoded with each of `SHOWN` draft nodes. `--price` adds what these figures, and those of
+`BUDGETS`, would give on an H200. `--stories` is for a folder with stories260K or another model of children's stories:
+it learns from first sentences made of `WORDS`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from srtrl.trainer.build import build_drafter, train_sampling
 from srtrl.trainer.trainer import Trainer, run_training
 from srtrl.types import Request
 
-NUM_PROMPTS, BUDGETS, SHOWN = 64, (1, 2, 4, 8, 16), (2, 4, 8)
+BUDGETS, SHOWN = (1, 2, 4, 8, 16), (2, 4, 8)
 SOURCES = ("srt", "head", "both", "srt without phrases", "both without phrases")
 WORDS = (
     ("girl", "boy", "cat", "dog", "bird", "bear", "frog", "mouse"),
@@ -57,7 +57,7 @@ def story_overrides(model: str, folder: Path) -> list[str]:
     return [f"model.path={model}", task, rewards, *rest]
 
 
-def measure(path: Path, overrides: list[str]) -> Figures:
+def measure(path: Path, overrides: list[str], num_prompts: int, budgets: tuple[int, ...]) -> Figures:
     """Decode new prompts of a run that has ended."""
     recipe = load_recipe(path, overrides)
     trainer = Trainer(recipe, resume=True, console=Console(quiet=True))
@@ -75,12 +75,12 @@ def measure(path: Path, overrides: list[str]) -> Figures:
             sampling=sampling,
             purpose="train",
         )
-        for draw, prompt in enumerate(trainer.task.train_prompts[-NUM_PROMPTS:])
+        for draw, prompt in enumerate(trainer.task.train_prompts[-num_prompts:])
         for sample in range(recipe.rollout.num_samples)
     ]
     no_phrases = load_recipe(path, [*overrides, "rollout.drafter_options={other_prompts: false}"])
     figures: Figures = {}
-    for source, budget in product(SOURCES, BUDGETS):
+    for source, budget in product(SOURCES, budgets):
         drafter = build_drafter(no_phrases if "without" in source else recipe)
         engine.drafter = NoDrafter() if source == "head" else drafter
         engine.drafter.load(checkpoint)
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--price", action="store_true")
     parser.add_argument("--stories", metavar="MODEL")
+    parser.add_argument("--prompts", type=int, default=64)
     options = parser.parse_args()
     overrides = options.overrides
     if options.stories:
@@ -126,8 +127,8 @@ def main() -> None:
         overrides = [*story_overrides(options.stories, output), *overrides]
     if options.train:
         run_training(load_recipe(options.recipe, overrides), overwrite=True)
-    figures = measure(options.recipe, overrides)
-    policy = "stories260K" if options.stories else "bundled"
+    figures = measure(options.recipe, overrides, options.prompts, BUDGETS if options.price else SHOWN)
+    policy = Path(load_recipe(options.recipe, overrides).model.path).name
     for budget in SHOWN:
         cells = ["{:.2f}@{:.1f}".format(*figures[source, budget]) for source in SOURCES]
         cells.insert(3, f"{figures['both', budget][0] / figures['srt', budget][0] - 1:+.0%}")
