@@ -296,7 +296,10 @@ def command(
         overrides=overrides or (),
         import_from_here=import_from_here,
     )
-    for group in completions:
+    for (prompt_id, given), group in zip(rows, completions, strict=True):
+        if not as_json:
+            text = given if isinstance(given, str) else given[-1]["content"]
+            print(f"=== prompt {prompt_id}\n{printable(text)}")
         for completion in group:
             print(_row(completion) if as_json else _shown(completion))
 
@@ -353,4 +356,4 @@ def _shown(completion: Generated) -> str:
     if completion.segments:
         size += f", {count_turns(completion.num_turns, completion.stop_reason)}"
         text = mark_segments([part.kind for part in completion.segments], [part.text for part in completion.segments])
-    return f"--- prompt {completion.prompt_id}, sample {completion.sample_index}: {size}, {end}\n{printable(text)}"
+    return f"--- sample {completion.sample_index}: {size}, {end}\n{printable(text)}"

@@ -1,6 +1,7 @@
 """`srtrl generate` and `srtrl.generate`: order, reproducibility, rows that other commands read, and mistakes."""
 
 import json
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -57,6 +58,9 @@ def test_greedy_samples_are_equal_and_text_is_truncated_before_a_stop_string(pol
     drafter = "rollout.drafter=srtrl.bench.suffix:Drafter"
     result, (stopped,) = run(policy, *flags, f"rollout.stop_strings=[{json.dumps(stop)}]", drafter)
     assert "imports" not in result.stderr, "of a model, names are the user's own"
+    shown = CliRunner().invoke(app, ["generate", str(policy), *map(str, flags), "--samples", "2"]).stdout
+    assert re.match(r"=== prompt 0\n12\+30=\n--- sample 0: \d+ tokens, \w+\n", shown)
+    assert (shown.count("12+30="), shown.count("--- sample ")) == (1, 2)
     assert stopped["text"] == first["text"][: first["text"].index(stop)]
     assert stopped["finish_reason"] == "stop"
 
