@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def turn_start(self) -> int:
-        """Index in the response of the first sampled token of the present turn."""
+        """Index in the response of the first sampled token of the current turn."""
         return self.extensions[-1][1] if self.extensions else 0
 
 

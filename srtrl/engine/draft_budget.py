@@ -198,7 +198,7 @@ class DraftGate:
         self._num_on = 0
         """Steps recorded while drafting pays."""
         self._num_trial = 0
-        """Steps recorded of the present trial."""
+        """Steps recorded of the current trial."""
         self._cooldown_steps = 2
         """Steps without drafts until the next trial; at first there is nothing to compare with."""
         self._pause = FIRST_PAUSE
