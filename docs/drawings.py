@@ -174,7 +174,7 @@ def draft_tree() -> None:
     """The draft of sample 3 after its second line's `=`."""
     svg = Svg("A draft tree with its accepted path", 820, 310)
     prefix, sampled = SAMPLES[3][:12], SAMPLES[3][12:]
-    tree = draft_of(prefix, [*SAMPLES[:3], *SAMPLES[4:]], 16)
+    tree = draft_of(prefix, [*SAMPLES[:3], *SAMPLES[4:]], 14)
     lanes: dict[str, int] = {"": 0}
     for path, _ in tree:  # a parent is before its children; its first child has its lane
         lane = lanes[path[:-1]]
