@@ -330,7 +330,7 @@ def _prompt_of(row: Row, default_id: str) -> tuple[str, str | list[Message]]:
     """Id and text, or messages, of a row; `RowError` if it has none."""
     if isinstance(row.fields, RowError):
         raise row.fields
-    name = next((name for name in PROMPT_FIELDS if name in row.fields), "")
+    name = next((name for name in PROMPT_FIELDS if row.fields.get(name) is not None), "")
     prompt = row.fields.get(name)
     if isinstance(prompt, list):
         prompt = check_messages(prompt, name)

@@ -118,6 +118,26 @@ def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str)
         assert 1 <= len(graphs) <= slots
 
 
+def test_steps_that_prepare_the_draft_head_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are compiled, and its graphs captured, in the host's time of the step before its guesses."""
+    policy, events = runner_policy(), list[str]()
+    engine = cuda_engine(policy, draft_head=make_head(policy, "random"), draft_budget=4)
+    launch_head, record, step = CudaRunner.launch_head, engine.control.record, engine.step
+
+    def logged(self: CudaRunner, *arguments: Any) -> bool:
+        events.append("known" if (is_known := launch_head(self, *arguments)) else "new")
+        return is_known
+
+    monkeypatch.setattr(CudaRunner, "launch_head", logged)
+    monkeypatch.setattr(engine.control, "record", lambda **values: events.append("recorded") or record(**values))
+    monkeypatch.setattr(engine, "step", lambda: events.append("step") or step())
+    decode(engine, cuda_requests())
+    steps = " ".join(events).split("step")
+    assert any("new" in one for one in steps)
+    assert any("known recorded" in one for one in steps)
+    assert not any("new recorded" in one for one in steps)
+
+
 def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = cuda_engine(runner_policy(), slots=1, prefill_chunk_tokens=2)
     requests = cuda_requests(PROMPTS[1:2], num_samples=1, max_new_tokens=4)

@@ -22,7 +22,7 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import list_checkpoints
-from srtrl.trainer.off_policy import accept_prefixes
+from srtrl.trainer.off_policy import accept_prefixes, load_earlier
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.trainer import Trainer, run_training
 from srtrl.types import Prefix
@@ -93,6 +93,15 @@ def test_killed_and_resumed_equals_uninterrupted(policy: Path, plain: tuple[str,
     assert (tmp_path / "run" / "checkpoints" / "step_000004" / "earlier_samples.safetensors").is_file()
     assert finish(start(recipe, resume=True)) == 0
     assert_same_run(tmp_path / "run", expected)
+
+
+def test_answers_do_not_pile_up(plain: tuple[str, Path]) -> None:
+    """Each prompt has come two or three times; an earlier response keeps the answers to its own turns alone."""
+    mode, folder = plain
+    earlier = load_earlier(list_checkpoints(folder / "checkpoints")[-1]).values()
+    if mode.startswith("spec_rl"):
+        turns = [len(prefix.extensions) + 1 if "tools" in mode else 0 for prefix in earlier]
+        assert [len(prefix.answers) for prefix in earlier] == turns
 
 
 def test_a_lower_limit_ends_what_is_longer(policy: Path, plain: tuple[str, Path], tmp_path: Path) -> None:

@@ -275,6 +275,7 @@ class CudaRunner(Runner):
         self._head.fill(rng_keys, temperatures, rows, token_ids, positions + np.arange(k)[:, None])
         num = padded_rows(len(rows))
         is_prepared = self._graphs.run((head, num), partial(self._head.compute, num))
+        self.was_prepared &= is_prepared  # the host's time is part of this step, the device's of the next one
         self._can_be_timed &= is_prepared
         self._head.download()
         return is_prepared

@@ -110,6 +110,7 @@ class HeadDrafts(NoHeadDrafts):
         self._promised.setdefault(purpose, float(self.k))
         self.head.refresh(self._runner.model)
         self._rows[:], self._launched = NO_ROW, NO_SLOTS
+        self._owners, self._trees = NO_SLOTS, DraftTrees.empty(0)  # there are some after a step that has failed
 
     def start(self, slots: Int64Array) -> None:
         """See `NoHeadDrafts`."""

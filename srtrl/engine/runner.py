@@ -76,7 +76,7 @@ class Runner(ABC):
     is_asynchronous: ClassVar[bool]
     """Whether `launch` returns before the step is computed."""
     was_prepared = True
-    """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
+    """Whether the last step, with `launch_head`, took no longer than such steps do: no compilation, no capture."""
     cache: KVCache
     hidden: Tensor
     """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""

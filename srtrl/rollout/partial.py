@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from srtrl.environments.record import digest_of
 from srtrl.rollout.collect import FixedDraws, data_order
 from srtrl.types import Completion, Conversation, FinishReason, Prefix, Prompt, Request, Rollout, SampleKey
 
@@ -138,8 +139,10 @@ def prefix_of(
 
 
 def whole_prefix(rollout: Rollout) -> Prefix:
-    """A response that has ended, with the finish reason that the decoder gave it."""
+    """A response that has ended, with the finish reason that the decoder gave it and the answers to its own turns."""
     if (conversation := rollout.conversation) is None:
         return prefix_of(rollout, rollout.finish_reason)
     reason: FinishReason = "stop" if conversation.stop_reason == "observation" else rollout.finish_reason
-    return prefix_of(rollout, reason, answers=conversation.answers)
+    ends = [*(start for start, _ in rollout.extensions), len(rollout.token_ids)]
+    own = [digest_of(rollout.token_ids[:end]) for end in ends]  # not of what was not accepted: epochs would pile up
+    return prefix_of(rollout, reason, answers={digest: conversation.answers[digest] for digest in own})
