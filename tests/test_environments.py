@@ -44,6 +44,7 @@ from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
+from srtrl.rollout.partial import prefix_of
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -258,6 +259,18 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
             Record(path)
+
+
+def test_a_format_that_changed_between_two_steps_is_named() -> None:
+    """A prefix has the tokens of an observation that is written otherwise now."""
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        first = completion_of([*encode("abc"), END])
+        second = completion_of(encode("stop"), first, ask(conversations, first).extension)
+        answers = conversations.give_up(second)
+        changed = {key: text.replace("1:abc", "1:abcd") for key, text in answers.items()}
+        prefix = replace(prefix_of(second, None, second.extensions[0][1]), answers=changed)
+        with pytest.raises(ValueError, match="format: text writes an observation of a step before otherwise"):
+            conversations.submit_turn(replace(second, request=replace(second.request, prefix=prefix)), PROMPT)
 
 
 def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tmp_path: Path) -> None:

@@ -237,7 +237,11 @@ class Conversations:
                     pending = self._read(before, sample)
                     assert pending.answer.done(), "a turn of the prefix has no answer"
                     pending.needs_record = False
-                    assert self._resolve(pending).extension == completion.token_ids[start:stop], "another observation"
+                    if self._resolve(pending).extension != completion.token_ids[start:stop]:
+                        raise ValueError(
+                            f"rollout.environment.format: {self.section.format} writes an observation of a step before "
+                            "otherwise than it did then; resume with the format that the run had, or begin a new run"
+                        )
         pending = self._read(completion, self._samples[key])
         self._pending.append(pending)
         if not pending.answer.done():
