@@ -23,7 +23,7 @@ from srtrl.engine.engine import Engine, EngineOptions, make_runner
 from srtrl.engine.rows import StepShape
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
-from srtrl.types import Request
+from srtrl.types import Completion, Request
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
 
@@ -129,8 +129,17 @@ def test_steps_that_prepare_the_draft_head_spoil_no_measurement(monkeypatch: pyt
         return is_known
 
     monkeypatch.setattr(CudaRunner, "launch_head", logged)
-    monkeypatch.setattr(engine.control, "record", lambda **values: events.append("recorded") or record(**values))
-    monkeypatch.setattr(engine, "step", lambda: events.append("step") or step())
+
+    def logged_record(**values: Any) -> None:
+        events.append("recorded")
+        record(**values)
+
+    def logged_step() -> list[Completion]:
+        events.append("step")
+        return step()
+
+    monkeypatch.setattr(engine.control, "record", logged_record)
+    monkeypatch.setattr(engine, "step", logged_step)
     decode(engine, cuda_requests())
     steps = " ".join(events).split("step")
     assert any("new" in one for one in steps)

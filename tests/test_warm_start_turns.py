@@ -193,7 +193,7 @@ def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> No
         assert (noisy.token_ids[~is_target] == clean.token_ids[~is_target]).all()
         is_noise = noisy.token_ids != clean.token_ids
         assert 0.2 < is_noise[is_target].mean() < 0.8
-        assert all(tokenizer.decode([token]).isprintable() for token in noisy.token_ids[is_noise])
+        assert all(str(tokenizer.decode([token])).isprintable() for token in noisy.token_ids[is_noise])
         num_observed += (~is_target).sum() - clean.num_prompt_tokens
     assert num_observed > 0
 

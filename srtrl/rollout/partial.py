@@ -144,5 +144,6 @@ def whole_prefix(rollout: Rollout) -> Prefix:
         return prefix_of(rollout, rollout.finish_reason)
     reason: FinishReason = "stop" if conversation.stop_reason == "observation" else rollout.finish_reason
     ends = [*(start for start, _ in rollout.extensions), len(rollout.token_ids)]
-    own = [digest_of(rollout.token_ids[:end]) for end in ends]  # not of what was not accepted: epochs would pile up
+    # Without those of turns that were not accepted, which would pile up over the epochs.
+    own = [digest_of(rollout.token_ids[:end].tolist()) for end in ends]
     return prefix_of(rollout, reason, answers={digest: conversation.answers[digest] for digest in own})

@@ -349,7 +349,7 @@ def solution_batches(
 
 def printable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of tokens that are readable by themselves: no special token, control character or part of a character."""
-    texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(len(tokenizer))]
+    texts = [str(tokenizer.decode([token], skip_special_tokens=True)) for token in range(len(tokenizer))]
     return [token for token, text in enumerate(texts) if text and text.isprintable() and "\ufffd" not in text]
 
 
