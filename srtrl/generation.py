@@ -20,7 +20,7 @@ from srtrl.ranks.processes import refuse_ranks
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.report.rollouts import printable
-from srtrl.resolve import cut
+from srtrl.resolve import cut, first_lines
 from srtrl.tasks.base import typed_prompts
 from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
 from srtrl.tasks.row_task import check_messages
@@ -318,8 +318,7 @@ def _given_prompts(file: Path | None, texts: Sequence[str]) -> list[tuple[str, s
         except RowError as error:
             problems.append(f"{row.place}: {error}")
     if problems:
-        more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        raise ValueError("\n  ".join([*problems[:MAX_PROBLEMS], *more]))
+        raise ValueError("\n  ".join(first_lines(problems, MAX_PROBLEMS)))
     prompts += [(str(index), text) for index, text in enumerate(texts, start=len(prompts))]
     if not prompts:
         raise ValueError("no prompts: give --prompt TEXT or --prompts FILE.jsonl")

@@ -151,10 +151,10 @@ def shorten(message: str) -> str:
     return re.sub(rf"\S{{{MAX_CHARACTERS},}}", lambda match: cut(match[0]), message)
 
 
-def first_lines(lines: Sequence[str]) -> list[str]:
+def first_lines(lines: Sequence[str], limit: int = MAX_LINES) -> list[str]:
     """The first lines of a list, shortened, and the number of the others."""
-    more = [f"... and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
-    return [*map(shorten, lines[:MAX_LINES]), *more]
+    more = [f"... and {len(lines) - limit:,} more"] if len(lines) > limit else []
+    return [*map(shorten, lines[:limit]), *more]
 
 
 def describe_error(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.types import Completion, FinishReason, Purpose, Request, SamplingParams
+from srtrl.types import Completion, FinishReason, Purpose, Request, SamplingParams, sampled_indices
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -195,9 +195,8 @@ class Engine:
         """
 
         def num_sampled(sample: Sample) -> int:
-            start = sample.request.num_reused
-            not_sampled = sum(stop - first for first, stop in sample.extensions if first >= start)
-            return len(self.batch.generated(sample.slot)) - start - not_sampled
+            sampled = sampled_indices(len(self.batch.generated(sample.slot)), sample.extensions)
+            return int((sampled >= sample.request.num_reused).sum())
 
         ended = [sample for sample in self.scheduler.running if num_sampled(sample) >= num_tokens]
         slots = [sample.slot for sample in ended]

@@ -99,7 +99,7 @@ class HeadDrafts(NoHeadDrafts):
         """Of a draft of one sequence."""
         self._num_steps = 0
         self._launched = self._owners = NO_SLOTS
-        """Slots that it drafts for, and [C] the sequences of the present step that it has drafted for."""
+        """Slots that it drafts for, and [C] the sequences of the current step that it has drafted for."""
         self._was_prepared = True
         self._trees = DraftTrees.empty(0)
 

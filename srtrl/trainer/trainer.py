@@ -258,7 +258,7 @@ class Trainer:
         start_trackers(self.accelerator, self.recipe, step=self.step)
         run.begin(self.recipe)
         with (run.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{describe_machine(build.choose_device(self.recipe))}\n")
+            file.write(f"{describe_machine(self.policy.device)}\n")
         return run
 
     def _say_start(self) -> None:
