@@ -35,7 +35,7 @@ train: $(STAMP) ## Run a recipe: make train RECIPE=recipes/grpo_gsm8k.yaml ARGS=
 	$(BIN)/srtrl train $(RECIPE) $(ARGS)
 
 test: $(STAMP) ## The tests that need neither network nor GPU
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 test-slow: $(STAMP) ## The tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -1,9 +1,12 @@
 """Fixtures and paths that several test files use."""
 
+import fcntl
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +27,19 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there is a CUDA device, the tests of kernels run on it: they are among those of `pytest -m gpu` there."""
-    if torch.cuda.is_available():
-        for item in items:
-            if isinstance(item, pytest.Function) and hasattr(item.module, "KERNEL_DEVICE"):
-                item.add_marker(pytest.mark.gpu)
+    """Tests that share a fixture of their module run in one worker, all others in whichever is free.
+
+    Where there is a CUDA device, the tests of kernels run on it: they are among those of `pytest -m gpu` there.
+    """
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if torch.cuda.is_available() and hasattr(item.module, "KERNEL_DEVICE"):
+            item.add_marker(pytest.mark.gpu)
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        found = [each for fixtures in item._fixtureinfo.name2fixturedefs.values() for each in fixtures]
+        if shared := sorted(each.argname for each in found if each.scope == "module"):
+            values = (str(parameters[name]) for name in shared if name in parameters)
+            item.add_marker(pytest.mark.xdist_group(" ".join([item.path.stem, *values])))
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +67,49 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of pytest that all its workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def make_once(common: Path) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`make_once(name, make)`: a folder that `make` has written, once for all workers; tests only read it."""
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder = common / "once" / name
+        folder.parent.mkdir(exist_ok=True)
+        with (folder.parent / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = folder.parent / f"{name}.done"
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def policy(make_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Folder of the tiny random policy that the tests of training start from; they only read it."""
     from tiny_run import make_policy
 
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+    return make_once("policy", make_policy)
+
+
+@pytest.fixture(scope="session")
+def finished(policy: Path, make_once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[..., Path]:
+    """`finished(**changes)`: the folder of a run of `make_recipe(policy, ..., **changes)`, trained once for all tests.
+
+    They only read it; a test that changes something copies it first.
+    """
+    from tiny_run import make_recipe, train
+
+    def run(**changes: Any) -> Path:
+        key = hashlib.sha256(repr(sorted(changes.items())).encode()).hexdigest()[:16]
+        folder = make_once(key, lambda folder: train(make_recipe(policy, folder, **changes)))
+        return folder / "run"
+
+    return run
