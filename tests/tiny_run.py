@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +18,66 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import checkpoint_name, latest_checkpoint, save_policy
 from srtrl.run.folder import RunFolder, open_run_folder
+from srtrl.tasks import arithmetic
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.trainer import TrainingResult, run_training
 from srtrl.warm_start.training import train_tokenizer
 
 VOCAB_SIZE = 257
+PAGE_GIB = 2 * 2 * 16 * 16 * 4 / 2**30
+"""Memory of a page of the policy's KV: keys and values, layers, tokens, numbers of a token, bytes."""
+PPO: dict[str, Any] = {
+    "algorithm": {
+        "advantage": "gae",
+        "gamma": 0.99,
+        "lam": 0.9,
+        "whiten_advantages": True,
+        "reduction": "token_mean",
+        "kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"},
+    },
+    "critic": {"learning_rate": 0.02, "mini_batch_prompts": 4, "warmup_steps": 1},
+}
+"""Two optimizer steps of the critic a step, four of the policy, and none of the policy in the first step."""
+DAPO: dict[str, Any] = {
+    "task__name": "tiny_run:LuckyTask",
+    "rewards": [{"name": "correct"}, {"name": "overlong_penalty", "options": {"cache_tokens": 4}}],
+    "rollout__dynamic_sampling": True,
+    "rollout__stop_strings": list("aeiouxyz012345"),
+    "algorithm": {
+        "reduction": "token_mean",
+        "clip_high": 0.28,
+        "filters": ["drop_all_right_or_wrong"],
+        "overlong_filtering": True,
+    },
+}
+"""DAPO's four parts and no KL; the rewards draw no random numbers."""
+HEAD: dict[str, Any] = {
+    "rollout__draft_head": {"learning_rate": 0.003, "vocabulary": 200},
+    "rollout__draft_budget": 6,
+}
 
 
 def digits(sample: RewardInput) -> float:
     """Share of digits in the response, and a little of the global random state: what a user's reward may do."""
     share = sum(character.isdigit() for character in sample.text) / max(1, len(sample.text))
     return share + 0.01 * random.random()
+
+
+def is_lucky(text: str, answer: str) -> bool:
+    """A verdict by hash: of the answers in seven, two accept nothing, one all, and the others every second text."""
+    match int(answer) % 7:
+        case 0 | 1:
+            return False
+        case 2:
+            return True
+        case _:
+            return zlib.crc32(text.encode()) % 2 == 0
+
+
+class LuckyTask(arithmetic.Task):
+    """Problems of arithmetic, judged by `is_lucky`."""
+
+    verifier = staticmethod(is_lucky)
 
 
 def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Path:
@@ -110,9 +160,12 @@ def learned_rows(folder: Path, *, beside: tuple[str, ...] = ()) -> list[dict[str
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/", *beside))} for row in rows]
 
 
-def assert_same_run(folder: Path, expected: Path) -> None:
-    """Two finished runs learned the same, bit for bit: metrics, the last checkpoint and all rollouts."""
-    assert learned_rows(folder) == learned_rows(expected)
+def assert_same_run(folder: Path, expected: Path, *, beside: tuple[str, ...] = ()) -> None:
+    """Two finished runs learned the same, bit for bit: metrics, the last checkpoint and all rollouts.
+
+    Metrics whose names begin as in `beside` are not compared.
+    """
+    assert learned_rows(folder, beside=beside) == learned_rows(expected, beside=beside)
     mine, other = (latest_checkpoint(run / "checkpoints") for run in (folder, expected))
     assert mine is not None
     assert other is not None

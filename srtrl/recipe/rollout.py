@@ -14,7 +14,12 @@ class Section(BaseModel):
     """A strict part of a recipe: unknown keys are errors, values are not coerced between types."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,  # a number has one type, given or not: a resume compares recipes
     )
 
     def __setattr__(self, name: str, value: object) -> None:

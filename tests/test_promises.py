@@ -1,0 +1,153 @@
+"""What is learned is the same, whatever disturbs a run: a table of recipes and disturbances.
+
+The runs are equal bit for bit (on several ranks up to the order of sums). A few cells are tested by default, all of
+them by `make test-slow`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment_cases import LEDGER
+from killed_runs import kill_in_checkpoint, kill_in_rollout, kill_in_update, train_until_killed
+from rank_runs import assert_close_runs, train_on_ranks
+from tiny_run import DAPO, HEAD, PAGE_GIB, PPO, assert_same_run, make_recipe, train
+
+from srtrl.metrics import read_metrics
+
+UNEVEN: dict[str, Any] = {
+    "rollout__max_new_tokens": 40,
+    "rollout__stop_strings": list("aeiouxyz012345"),
+    "train__learning_rate": 1e-3,
+    "rewards": [{"name": "rank_runs:weight"}],
+}
+"""Lengths that differ much."""
+RECOMPUTE = {"old_logprobs": "recompute", "importance_cap": 2.0}
+TOOLS: dict[str, Any] = {**UNEVEN, "rollout__environment": LEDGER}
+PARTIAL: dict[str, Any] = {
+    **UNEVEN,
+    "algorithm": RECOMPUTE,
+    "rollout__mode": "partial",
+    "rollout__min_complete": 0.5,
+}
+SPEC_RL: dict[str, Any] = {**UNEVEN, "algorithm": RECOMPUTE, "rollout__mode": "spec_rl", "rollout__lenience": 1.0}
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "ppo": {**PPO, "model__dtype": "bfloat16"},
+    "dapo": DAPO,
+    "tools": TOOLS,
+    "partial": PARTIAL,
+    "partial with tools": PARTIAL | TOOLS,
+    "spec_rl": SPEC_RL,
+    "spec_rl with tools": SPEC_RL | TOOLS,
+    "lora": {"model__lora": {"rank": 4}},
+    "head": HEAD,
+}
+"""Four steps; ten prompts, 4 in a step: in the third some come again, with history."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "three slots": {"rollout__slots": 3},
+    "few pages": {"rollout__slots": 16, "rollout__kv_memory_gib": 7 * PAGE_GIB},
+    "no drafts": {"rollout__drafter": "none", "rollout__draft_head": None, "rollout__slots": 64},
+    "every run-ahead": {
+        "rollout__draft_budget": 8,
+        "rollout__run_ahead_max_slowdown": 1e9,
+        "rollout__slots": 40,
+    },
+}
+KILLS: dict[str, Callable[[], None]] = {
+    "killed in the rollout": partial(kill_in_rollout, 3, 5),
+    "killed in the update": partial(kill_in_update, 3, 3),
+    "killed in the checkpoint": partial(kill_in_checkpoint, 2),
+}
+RANKS: dict[str, dict[str, Any]] = {"two ranks": {}, "two sharded ranks": {"train__sharding": "fsdp2"}}
+SHORT: dict[str, Any] = {
+    "rewards": [{"name": "rank_runs:weight"}],
+    "train__num_steps": 2,
+    "train__learning_rate": 1e-4,
+    "task__options__num_train": 4,
+    "eval__num_problems": 5,
+}
+"""Of runs on several ranks, whose sums differ: the second step has the prompts of the first."""
+
+DEFAULT = {
+    ("grpo", "every run-ahead"),
+    ("grpo", "killed in the checkpoint"),
+    ("ppo", "no drafts"),
+    ("ppo", "killed in the update"),
+    ("dapo", "few pages"),
+    ("dapo", "killed in the rollout"),
+    ("tools", "every run-ahead"),
+    ("partial", "three slots"),
+    ("partial with tools", "killed in the checkpoint"),
+    ("spec_rl", "every run-ahead"),
+    ("spec_rl with tools", "two ranks"),
+    ("lora", "killed in the update"),
+    ("head", "no drafts"),
+    ("ppo", "two sharded ranks"),
+}
+
+
+REFUSED = {("lora", "two sharded ranks")}
+
+
+def cells(disturbances: dict[str, Any]) -> pytest.MarkDecorator:
+    """All recipes with these disturbances; `slow` but for those of `DEFAULT`."""
+    rows = []
+    for recipe, disturbance in product(RECIPES, disturbances):
+        if (recipe, disturbance) not in REFUSED:
+            marks = [] if (recipe, disturbance) in DEFAULT else [pytest.mark.slow]
+            rows.append(pytest.param(recipe, disturbance, marks=marks, id=f"{recipe}, {disturbance}"))
+    return pytest.mark.parametrize(("recipe", "disturbance"), rows)
+
+
+def test_the_default_cells_are_in_the_table() -> None:
+    assert {recipe for recipe, _ in DEFAULT} == RECIPES.keys()
+    assert {disturbance for _, disturbance in DEFAULT} <= {*SETTINGS, *KILLS, *RANKS}
+
+
+@cells(SETTINGS)
+def test_settings_of_the_decoder_change_nothing(
+    recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = train(make_recipe(policy, tmp_path, **RECIPES[recipe] | SETTINGS[disturbance])).folder
+    # A head's own loss is logged where there is one.
+    assert_same_run(folder, finished(**RECIPES[recipe]), beside=("draft_head/",))
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+    if disturbance == "every run-ahead":
+        assert sum(row["engine/run_ahead_followed"] for row in rows) > 0
+        assert rows[-1]["engine/verified_per_decode_step"] > 1.05
+    if disturbance == "few pages":
+        assert sum(row["engine/preemptions"] for row in rows) > 0
+
+
+@cells(KILLS)
+def test_killed_and_resumed_equals_uninterrupted(
+    recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Resumed in another process than the one that was killed."""
+    changed = make_recipe(policy, tmp_path, **RECIPES[recipe])
+    kill = KILLS[disturbance]
+    if recipe == "dapo" and disturbance == "killed in the rollout":
+        kill = partial(kill_in_rollout, 3, 18)  # more than a batch: some groups were replaced, others are open
+    train_until_killed(changed, kill)
+    assert (tmp_path / "run" / "checkpoints" / "step_000002").is_dir()
+    assert not (tmp_path / "run" / "checkpoints" / "step_000004").exists()
+    train(changed, resume=True)
+    assert_same_run(tmp_path / "run", finished(**RECIPES[recipe]))
+
+
+@cells(RANKS)
+def test_several_ranks_learn_what_one_process_learns(
+    recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    one = RECIPES[recipe] | SHORT | ({"critic": {"learning_rate": 0.001}} if recipe == "ppo" else {})
+    several = make_recipe(policy, tmp_path, **one | RANKS[disturbance])
+    assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
+    assert_close_runs(tmp_path / "run", finished(**one), tolerance=1e-5)
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    if "off_policy/stale_share" in last:
+        assert last["off_policy/stale_share"] > 0
