@@ -1,84 +1,24 @@
-"""A tiny DAPO run: its batches are full, and what is learned depends on no timing, no slot, no draft and no kill."""
+"""A tiny DAPO run: its batches are full, no noise is learned from twice, and dropped groups feed the drafter."""
 
-import signal
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from test_resume import die, finish, start
-from tiny_run import assert_same_run, make_recipe
+from tiny_run import DAPO, make_recipe, train
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
-from srtrl.recipe.schema import Recipe
-from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.run.checkpoint import latest_checkpoint, read_state
 from srtrl.run.metrics import describe_step
-from srtrl.tasks import arithmetic
-from srtrl.trainer import sampling
-from srtrl.trainer.trainer import run_training
-from srtrl.types import Request, RolloutGroup
+from srtrl.types import Request
 
-NUM_PROMPTS = 4
-NUM_STEPS = 4
+NUM_PROMPTS, NUM_STEPS = 4, 4
 
 
-PAGE_GIB = 2 * 2 * 16 * 16 * 4 / 2**30
-"""Memory of a page of the policy's KV: keys and values, layers, tokens, numbers of a token, bytes."""
-SETTINGS: dict[str, dict[str, Any]] = {
-    "srt": {},
-    "every run-ahead": {"rollout__draft_budget": 8, "rollout__run_ahead_max_slowdown": 1e9, "rollout__slots": 40},
-    "no run-ahead": {"rollout__run_ahead_max_slowdown": None, "rollout__draft_budget": 8, "rollout__slots": 13},
-    "few slots": {"rollout__slots": 3},
-    "few pages": {"rollout__slots": 16, "rollout__kv_memory_gib": 5 * PAGE_GIB},
-    "no drafts": {"rollout__drafter": "none", "rollout__slots": 64},
-}
-
-
-def is_lucky(text: str, answer: str) -> bool:
-    """A verdict by hash: of the answers in seven, two accept nothing, one all, and the others every second text."""
-    match int(answer) % 7:
-        case 0 | 1:
-            return False
-        case 2:
-            return True
-        case _:
-            return zlib.crc32(text.encode()) % 2 == 0
-
-
-class Task(arithmetic.Task):
-    """Problems of arithmetic, judged by `is_lucky`."""
-
-    verifier = staticmethod(is_lucky)
-
-
-def make_dapo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
-    """`make_recipe` with DAPO's four parts and no KL; the rewards draw no random numbers."""
-    values: dict[str, Any] = {
-        "task__name": "test_dapo:Task",
-        "rewards": [{"name": "correct"}, {"name": "overlong_penalty", "options": {"cache_tokens": 4}}],
-        "rollout__dynamic_sampling": True,
-        "rollout__stop_strings": list("aeiouxyz012345"),
-        "algorithm": {
-            "reduction": "token_mean",
-            "clip_high": 0.28,
-            "filters": ["drop_all_right_or_wrong"],
-            "overlong_filtering": True,
-        },
-    }
-    return make_recipe(policy, output_dir, **(values | changes))
-
-
-@pytest.fixture(scope="module")
-def plain(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_training(make_dapo_recipe(policy, tmp_path_factory.mktemp("plain"), rollout__drafter="none")).folder
-
-
-def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
+def test_each_batch_is_the_shortest_prefix_that_fills_it(finished: Callable[..., Path]) -> None:
+    plain = finished(**DAPO)
     rows = [row for row in read_metrics(plain / "metrics.jsonl") if row["step"] > 0]
     next_draw = 0
     for row in rows:
@@ -112,9 +52,8 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
     assert sum(row["samples/overlong_dropped"] for row in rows) > 0
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_timing_changes_nothing_that_is_learned(
-    name: str, policy: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_run_ahead_keys_are_those_of_samples_and_dropped_groups_feed_the_drafter(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[Request] = []
     add = Engine.add
@@ -124,19 +63,13 @@ def test_timing_changes_nothing_that_is_learned(
         add(engine, request)
 
     monkeypatch.setattr(Engine, "add", recording_add)
-    folder = run_training(make_dapo_recipe(policy, tmp_path, **SETTINGS[name])).folder
-    assert_same_run(folder, plain)
+    changes = {"rollout__draft_budget": 8, "rollout__run_ahead_max_slowdown": 1e9, "rollout__slots": 40}
+    folder = train(make_recipe(policy, tmp_path, **DAPO, **changes)).folder
     assert_no_rng_key_is_learned_from_twice(requests)
-    if SETTINGS[name].get("rollout__drafter") != "none":
-        assert_dropped_groups_feed_the_drafter(folder)
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    if name == "every run-ahead":
-        assert sum(row["engine/run_ahead_followed"] for row in rows) > 0
-        ahead = {one.rng_key for one in requests if one.is_run_ahead}
-        met = ahead & {one.rng_key for one in requests if not one.is_run_ahead}
-        assert len(met) > len(ahead) / 2  # all but those of the last step's prompts ahead
-    if name == "few pages":
-        assert sum(row["engine/preemptions"] for row in rows) > 0
+    assert_dropped_groups_feed_the_drafter(folder)
+    ahead = {one.rng_key for one in requests if one.is_run_ahead}
+    met = ahead & {one.rng_key for one in requests if not one.is_run_ahead}
+    assert len(met) > len(ahead) / 2  # all but those of the last step's prompts ahead
 
 
 def assert_no_rng_key_is_learned_from_twice(requests: list[Request]) -> None:
@@ -164,8 +97,8 @@ def assert_dropped_groups_feed_the_drafter(folder: Path) -> None:
 
 
 def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Path, tmp_path: Path) -> None:
-    recipe = make_dapo_recipe(policy, tmp_path, rollout__max_draws=5, train__num_steps=3)
-    folder = run_training(recipe).folder
+    recipe = make_recipe(policy, tmp_path, **DAPO, rollout__max_draws=5, train__num_steps=3)
+    folder = train(recipe).folder
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     assert any(row["groups/short"] > 0 for row in rows)
     for row in rows:
@@ -175,36 +108,3 @@ def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Pat
             assert f"{row['groups/short']:.0f} groups too few: rollout.max_draws reached" in describe_step(row)
         if row["groups/kept"]:
             assert row["grad_norm"] > 0
-
-
-def kill_in_dynamic_sampling() -> None:
-    """In step 3, when more groups have been decided than the batch has: some were replaced, others are open."""
-    num_steps = 0
-
-    class Killing(DrawsUntilFull):
-        def __init__(self, *arguments: Any, keeps: Callable[[RolloutGroup], bool], **options: Any) -> None:
-            nonlocal num_steps
-            num_steps += 1
-            step, num_decided = num_steps, 0
-
-            def counting_keeps(group: RolloutGroup) -> bool:
-                nonlocal num_decided
-                num_decided += 1
-                if step == 3 and num_decided == NUM_PROMPTS + 2:
-                    die()
-                return keeps(group)
-
-            super().__init__(*arguments, keeps=counting_keeps, **options)
-
-    setattr(sampling, "DrawsUntilFull", Killing)  # noqa: B010
-
-
-def test_killed_in_the_middle_of_dynamic_sampling_and_resumed(policy: Path, plain: Path, tmp_path: Path) -> None:
-    recipe = make_dapo_recipe(policy, tmp_path, rollout__drafter="none")
-    assert finish(start(recipe, prepare=kill_in_dynamic_sampling)) == -signal.SIGKILL
-    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert checkpoint is not None
-    assert checkpoint.name == "step_000002"
-    other = make_dapo_recipe(policy, tmp_path, rollout__drafter="none", rollout__slots=7)  # may be changed
-    assert finish(start(other, resume=True)) == 0
-    assert_same_run(tmp_path / "run", plain)

@@ -1,8 +1,10 @@
-"""Whole runs of the modes `partial` and `spec_rl`: their limits are `on_policy`, and nothing depends on timing."""
+"""Whole runs of the modes `partial` and `spec_rl`: their limits are `on_policy`; their log-probs, weights and loss.
+
+That nothing depends on timing, kills or ranks is in `test_promises.py`.
+"""
 
 import shutil
-import signal
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +13,23 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from engine_cases import make_request, tiny_policy
-from environment_cases import LEDGER
 from scipy.stats import chisquare
-from test_rank_training import assert_close_runs, train
-from test_resume import die_at_call, finish, start
-from tiny_run import assert_same_run, learned_rows, make_recipe
+from test_promises import RECIPES, RECOMPUTE, TOOLS, UNEVEN
+from tiny_run import learned_rows, make_recipe, train
 from transformers import AutoModelForCausalLM
 
 from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
-from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import list_checkpoints
 from srtrl.trainer.off_policy import accept_prefixes, load_earlier
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.trainer import Trainer, run_training
 from srtrl.types import Prefix
 
-TOOLS = {"environment": LEDGER}
-MODES: dict[str, dict[str, Any]] = {
-    "partial": {"mode": "partial", "min_complete": 0.5},
-    "spec_rl": {"mode": "spec_rl", "lenience": 1.0},
-}
-MODES |= {f"{name} with tools": {**mode, **TOOLS} for name, mode in MODES.items()}
-LIMITS: list[dict[str, Any]] = [{"mode": "partial", "min_complete": 1.0}, {"mode": "spec_rl", "lenience": 0.0}]
-RECOMPUTE: dict[str, Any] = {"old_logprobs": "recompute", "importance_cap": 2.0}
-
-
-def recipe_of(policy: Path, output_dir: Path, rollout: dict[str, Any], **changes: Any) -> Recipe:
-    """Ten prompts, 4 in a step: from step 3 on they come again. Stop strings make lengths uneven."""
-    rollout = {"max_new_tokens": 40, "stop_strings": list("aeiouxyz012345"), **rollout}
-    values: dict[str, Any] = {f"rollout__{key}": value for key, value in rollout.items()}
-    values |= {"rewards": [{"name": "test_rank_training:weight"}], "algorithm": RECOMPUTE}
-    values |= {"train__num_steps": 6, "train__learning_rate": 1e-3, "eval": {"before_and_after": False}}
-    return make_recipe(policy, output_dir, **(values | changes))
-
-
-@pytest.fixture(scope="module", params=MODES)
-def plain(request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp(request.param)
-    return request.param, run_training(recipe_of(policy, folder, MODES[request.param])).folder
+MODES = ("partial", "spec_rl", "partial with tools", "spec_rl with tools")
+LIMITS: list[dict[str, Any]] = [
+    {"rollout__mode": "partial", "rollout__min_complete": 1.0},
+    {"rollout__mode": "spec_rl", "rollout__lenience": 0.0},
+]
 
 
 def is_kept(rewards: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -57,88 +37,68 @@ def is_kept(rewards: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return (rewards.sum(dim=1) * 7).round() % 3 > 0
 
 
-@pytest.mark.parametrize(("is_dynamic", "tools"), [(False, {}), (True, {}), (True, TOOLS)])
+@pytest.mark.parametrize(
+    ("is_dynamic", "tools"),
+    [
+        pytest.param(False, {}, marks=pytest.mark.slow),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        (True, TOOLS),
+    ],
+)
 def test_at_their_limits_the_modes_are_on_policy(
     policy: Path, tmp_path: Path, is_dynamic: bool, tools: dict[str, Any]
 ) -> None:
-    def run(name: str, rollout: dict[str, Any]) -> tuple[Any, ...]:
+    def run(name: str, mode: dict[str, Any]) -> tuple[Any, ...]:
         algorithm = RECOMPUTE | ({"filters": [f"{__name__}:is_kept"]} if is_dynamic else {})
-        rollout = rollout | tools | {"dynamic_sampling": is_dynamic}
-        folder = run_training(recipe_of(policy, tmp_path / name, rollout, algorithm=algorithm)).folder
+        changes = UNEVEN | tools | mode | {"rollout__dynamic_sampling": is_dynamic, "algorithm": algorithm}
+        folder = train(make_recipe(policy, tmp_path / name, **changes)).folder
         tables = [pq.read_table(file) for file in sorted((folder / "rollouts").iterdir())]
         return learned_rows(folder, beside=("off_policy/",)), tables
 
     expected = run("on_policy", {})
-    assert {row["groups/dropped"] > 0 for row in expected[0]} >= {is_dynamic}
-    assert [run(limit["mode"], limit) for limit in LIMITS] == [expected, expected]
+    assert {row["groups/dropped"] > 0 for row in expected[0] if row["step"]} >= {is_dynamic}
+    assert [run(limit["rollout__mode"], limit) for limit in LIMITS] == [expected, expected]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"slots": 3}, {"slots": 16, "drafter": "none"}, {"slots": 40, "run_ahead_max_slowdown": 1e9, "draft_budget": 8}],
-)
-def test_neither_slots_nor_drafts_change_what_is_learned(
-    sizes: dict[str, Any], policy: Path, plain: tuple[str, Path], tmp_path: Path
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_do_not_pile_up_and_a_lower_limit_ends_what_is_longer(
+    mode: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = run_training(recipe_of(policy, tmp_path, MODES[plain[0]] | sizes)).folder
-    assert_same_run(folder, plain[1])
+    """An earlier response keeps the answers to its own turns alone; some prompts have come twice.
 
-
-def test_killed_and_resumed_equals_uninterrupted(policy: Path, plain: tuple[str, Path], tmp_path: Path) -> None:
-    """In step 5; the checkpoint after step 4 has samples that go on, or begin others."""
-    mode, expected = plain
-    recipe = recipe_of(policy, tmp_path, MODES[mode])
-    kill = partial(die_at_call, Trainer, "assign_credit", 5)
-    assert finish(start(recipe, prepare=kill)) == -signal.SIGKILL
-    assert (tmp_path / "run" / "checkpoints" / "step_000004" / "earlier_samples.safetensors").is_file()
-    assert finish(start(recipe, resume=True)) == 0
-    assert_same_run(tmp_path / "run", expected)
-
-
-def test_answers_do_not_pile_up(plain: tuple[str, Path]) -> None:
-    """Each prompt has come two or three times; an earlier response keeps the answers to its own turns alone."""
-    mode, folder = plain
-    earlier = load_earlier(list_checkpoints(folder / "checkpoints")[-1]).values()
+    After a resume with a lower limit, what goes on or is reused is truncated there, and never ends with an observation.
+    """
+    whole = finished(**RECIPES[mode])
+    assert read_metrics(whole / "metrics.jsonl")[-1]["off_policy/stale_share"] > 0
     if mode.startswith("spec_rl"):
+        earlier = load_earlier(list_checkpoints(whole / "checkpoints")[-1]).values()
         turns = [len(prefix.extensions) + 1 if "tools" in mode else 0 for prefix in earlier]
         assert [len(prefix.answers) for prefix in earlier] == turns
-
-
-def test_a_lower_limit_ends_what_is_longer(policy: Path, plain: tuple[str, Path], tmp_path: Path) -> None:
-    """On a resume: what goes on or is reused is truncated there, and never ends with an observation."""
-    run = Path(shutil.copytree(plain[1], tmp_path / "run"))
-    recipe = recipe_of(policy, tmp_path, MODES[plain[0]] | {"max_new_tokens": 9})
-    run_training(recipe, resume=True, from_step=4)
-    rows = [row for step in (5, 6) for row in pq.read_table(run / "rollouts" / f"step_00000{step}.parquet").to_pylist()]
-    old = [row for row in rows if (row["policy_versions"] or [9])[-1] < 4 and row["finish_reason"] == "length"]
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    train(make_recipe(policy, tmp_path, **RECIPES[mode] | {"rollout__max_new_tokens": 9}), resume=True, from_step=2)
+    rows = [row for step in (3, 4) for row in pq.read_table(run / "rollouts" / f"step_00000{step}.parquet").to_pylist()]
+    old = [row for row in rows if (row["policy_versions"] or [9])[-1] < 2 and row["finish_reason"] == "length"]
     assert old
     assert {len(row["token_ids"]) <= 9 for row in rows} == {True}
     assert {len(row["token_ids"]) for row in old if row.get("stop_reason") != "observation"} <= {9}
     assert {(row.get("segment_kinds") or ["model"])[-1] for row in rows} == {"model"}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_several_ranks_learn_what_one_learns(mode: str, policy: Path, tmp_path: Path) -> None:
-    """In the second step samples go on, and prompts come again."""
-    changes = {"train__num_steps": 2, "train__learning_rate": 1e-4, "task__options__num_train": 4}
-    one, two = (recipe_of(policy, tmp_path / name, MODES[mode], **changes) for name in ("one", "two"))
-    run_training(one)
-    assert [process.exitcode for process in train(two, 2)] == [0, 0]
-    assert_close_runs(tmp_path / "two" / "run", tmp_path / "one" / "run", tolerance=1e-5)
-    assert learned_rows(tmp_path / "two" / "run")[-1]["off_policy/stale_share"] > 0
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=[] if mode in ("partial", "spec_rl with tools") else pytest.mark.slow) for mode in MODES],
+)
 def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, policy: Path, tmp_path: Path) -> None:
     """Token by token with `transformers`, on the weights of each version; some samples have tokens of two versions.
 
     There is one optimizer step in a step, so that all ratios are 1, and the loss is that of weights and advantages.
     """
-    changes = {"train__mini_batch_prompts": 4, "train__num_epochs": 1, "train__learning_rate": 0.01}
+    changes = RECIPES[mode] | {"train__num_steps": 6, "train__mini_batch_prompts": 4, "train__num_epochs": 1}
+    changes |= {"train__learning_rate": 0.01, "eval": {"before_and_after": False}}
     changes |= {"train__checkpoint_every": 1, "train__keep_checkpoints": 9, "train__warmup_steps": 0}
     cap = 2.0 if "partial" in mode else 1.1
     algorithm = {"old_logprobs": "recompute", "importance_cap": None if "partial" in mode else cap}
-    run = run_training(recipe_of(policy, tmp_path, MODES[mode], **changes, algorithm=algorithm)).folder
+    run = train(make_recipe(policy, tmp_path, **changes | {"algorithm": algorithm})).folder
     folders = [policy, *list_checkpoints(run / "checkpoints")]
     models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in folders]
     num_mixed = num_capped = 0
@@ -196,7 +156,7 @@ def test_acceptance_is_that_of_its_formula(lenience: float, policy: Path, tmp_pa
         policy_versions=np.zeros(5, np.int32),
         finish_reason="stop",
     )
-    recipe = recipe_of(policy, tmp_path, {"lenience": lenience}, train__micro_batch_tokens=8192)
+    recipe = make_recipe(policy, tmp_path, rollout__lenience=lenience, train__micro_batch_tokens=8192)
     context = UpdateContext(recipe=recipe, step=1)
     requests = [
         make_request(draw, sample, rng_key=make_rng_key(3, "train", draw, sample), max_new_tokens=8)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -59,13 +60,13 @@ def step_through(
             numbers = [*going_on, *(next(new) for _ in range(num_open - len(going_on)))]
             draws = [(n, Prompt(prompt_id=str(n), text="", token_ids=(1 + n % 7, 2), answer="")) for n in numbers]
             due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
-            partial = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
+            part = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
             collector = Collector(grader, TOKENIZER, ranks=ranks, prefixes=earlier, **shared)
-            rollouts = [rollout for group in collect_rollouts(engine, collector, partial) for rollout in group.rollouts]
+            rollouts = [rollout for group in collect_rollouts(engine, collector, part) for rollout in group.rollouts]
             steps.append({(r.draw_index, r.sample_index): contents_of(r) for r in rollouts})
             assert engine.pool.num_used == 0
             engine.end_step(has_new_weights=True)
-            earlier = partial.carried
+            earlier = part.carried
     assert not earlier
     return steps
 
@@ -119,8 +120,9 @@ def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
     assert len(done) == len(set(done)) == NUM_SAMPLES * (max(done)[0] + 1), "a sample is lost, or learned from twice"
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("sizes", [{"slots": 24}, {"slots": 5}, {"slots": 24, "num_pages": 60}])
+@pytest.mark.parametrize(
+    ("sizes", "drafts"), [({"slots": 24}, False), ({"slots": 7}, True), ({"slots": 24, "num_pages": 60}, True)]
+)
 def test_what_ends_is_decided_by_a_clock_of_tokens(sizes: dict[str, Any], drafts: bool, once: Sampled) -> None:
     """Whatever decodes: the groups of a simulation, and the tokens of one decode. So no distribution changes."""
     check(step_through(ONE_RANK, 9, drafts=drafts, **sizes), once)
@@ -132,8 +134,10 @@ def once_with_tools() -> tuple[Sampled, Counter[Any]]:
     return step_through(ONE_RANK, 1, has_tools=True, num_open=80, slots=64)[0], Counter(Ledger.num_steps)
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("slots", [24, 5])
+@pytest.mark.parametrize(
+    ("slots", "drafts"),
+    [(16, True), pytest.param(5, False, marks=pytest.mark.slow), pytest.param(24, True, marks=pytest.mark.slow)],
+)
 def test_tools_take_no_time_and_are_not_called_twice(
     slots: int, drafts: bool, once_with_tools: tuple[Sampled, Counter[Any]]
 ) -> None:
@@ -141,16 +145,16 @@ def test_tools_take_no_time_and_are_not_called_twice(
     once, num_steps = once_with_tools
     assert {talk.stop_reason for *_, (talk, *_) in once.values()} >= {"done", "turns", "observation"}
     Ledger.num_steps.clear()
-    check(step_through(ONE_RANK, 9, has_tools=True, drafts=drafts, slots=slots), once, max_age=1)
+    check(step_through(ONE_RANK, 7, has_tools=True, drafts=drafts, slots=slots), once, max_age=1)
     assert not Ledger.num_steps - num_steps, "a tool was called twice"
 
 
-@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("has_tools", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_ranks_end_at_the_same_tick(
     has_tools: bool, once: Sampled, once_with_tools: tuple[Sampled, Any]
 ) -> None:
     """With fewer slots than samples, so that ranks take what waits on others and are apart in time."""
-    first, second = run_ranks(2, step_through, 9, has_tools)
+    first, second = run_ranks(2, partial(step_through, slots=12), 7, has_tools)
     assert first == second
     check(first, *((once_with_tools[0], 1) if has_tools else (once, MAX_AGE)))
 

@@ -19,6 +19,7 @@ from tiny_run import DAPO, HEAD, PAGE_GIB, PPO, assert_same_run, make_recipe, tr
 from srtrl.metrics import read_metrics
 
 UNEVEN: dict[str, Any] = {
+    "seed": 10,
     "rollout__max_new_tokens": 40,
     "rollout__stop_strings": list("aeiouxyz012345"),
     "train__learning_rate": 1e-3,

@@ -1,79 +1,32 @@
-"""A run that is killed with SIGKILL and resumed gives the numbers and the weights of a run never killed."""
+"""A run that is killed with SIGKILL and resumed gives the numbers and the weights of a run never killed.
+
+`test_promises.py` has the kills of all kinds of recipes; here are other places, and what is particular to tools.
+"""
 
 import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
 import torch
+from killed_runs import die, die_at_call, finish, start, train_until_killed
 from rank_cases import CONTEXT
-from tiny_run import assert_same_run, learned_rows, make_recipe, open_run
+from tiny_run import assert_same_run, learned_rows, make_recipe, open_run, train
 
 from srtrl.environments.base import EnvironmentBase, Step, Turn
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import collect_rollouts
-from srtrl.run import checkpoint
 from srtrl.run.folder import open_run_folder
 from srtrl.tasks.grading import Grader
-from srtrl.trainer import sampling, trainer
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at_call(owner: Any, name: str, number: int, *, after: bool = False) -> None:
-    """Let call `number` (from 1) of `owner.name` kill the process, before or after the call's own work."""
-    original = getattr(owner, name)
-    calls = 0
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number and not after:
-            die()
-        result = original(*arguments, **options)
-        if calls == number:
-            die()
-        return result
-
-    setattr(owner, name, call)
-
-
-def kill_in_rollout() -> None:
-    """Some samples of step 3 are done and graded, others are half decoded."""
-    original = collect_rollouts
-
-    def collect(engine: Any, collector: Any, draws: Any) -> Any:
-        def on_progress(num_done: int, _: int) -> None:
-            if draws.draws[0][0] == 2 * 4 and num_done == 5:
-                die()
-
-        collector.on_progress = on_progress
-        return original(engine, collector, draws)
-
-    setattr(sampling, "collect_rollouts", collect)  # noqa: B010
-
+from srtrl.trainer import trainer
 
 KILLS: dict[str, Callable[[], None]] = {
-    "in rollout": kill_in_rollout,
     # all of step 3 is decoded; the evaluations before and after step 2 call `collect` too
     "in grading": lambda: die_at_call(Grader, "collect", 5),
-    # in step 3, after the second of its four optimizer steps
-    "in update": lambda: die_at_call(torch.optim.AdamW, "step", 2 * 4 + 2, after=True),
-    # the second has its weights and optimizer, but not yet its state; each writes generation_config.json before that,
-    # and its manifest after it
-    "in checkpoint": lambda: die_at_call(checkpoint, "write_atomic", 5),
-}
-MORE_KILLS: dict[str, Callable[[], None]] = {
     "between row and checkpoint": lambda: die_at_call(trainer, "save_checkpoint", 2),
     "in the first step": lambda: die_at_call(torch.optim.AdamW, "step", 3),  # there is no checkpoint yet
     # the last checkpoint is complete; each clears its place first, the second deletes the first
@@ -84,47 +37,26 @@ MORE_KILLS: dict[str, Callable[[], None]] = {
 
 def kill_at(place: str) -> None:
     """Let the process be killed at one of these."""
-    (KILLS | MORE_KILLS)[place]()
+    KILLS[place]()
 
 
-def run_child(recipe: Recipe, resume: bool, prepare: Callable[[], None] | None) -> None:
-    """Body of the child process."""
-    torch.set_num_threads(1)
-    if prepare is not None:
-        prepare()
-    trainer.run_training(recipe, resume=resume)
-
-
-def start(recipe: Recipe, *, resume: bool = False, prepare: Callable[[], None] | None = None) -> ForkServerProcess:
-    """Train in a process of its own, forked from a server that has imported everything."""
-    process = CONTEXT.Process(target=run_child, args=(recipe, resume, prepare))
-    process.start()
-    return process
-
-
-def finish(process: ForkServerProcess) -> int:
-    process.join(120)
-    assert process.exitcode is not None, "the run hangs"
-    return process.exitcode
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output_dir = tmp_path_factory.mktemp("uninterrupted")
-    assert finish(start(make_recipe(policy, output_dir))) == 0
-    rows = [row for row in learned_rows(output_dir / "run") if row["step"] > 0]
+@pytest.fixture
+def uninterrupted(finished: Callable[..., Path]) -> Path:
+    rows = [row for row in learned_rows(finished()) if row["step"] > 0]
     assert all(row["grad_norm"] > 0 for row in rows), "if nothing were learned, equality would be cheap"
     assert rows[-1]["kl/ref"] > 1e-4  # the policy has moved away from the reference
     assert len({row["reward/mean"] for row in rows}) == 4
-    return output_dir / "run"
+    return finished()
 
 
-@pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
+@pytest.mark.parametrize(
+    "kill",
+    [pytest.param(kill, marks=[] if kill == "between row and checkpoint" else pytest.mark.slow) for kill in KILLS],
+)
 def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    changes = {"train__keep_checkpoints": 1} if kill == "in deletion" else {}
-    recipe = make_recipe(policy, tmp_path, **changes)
-    assert finish(start(recipe, prepare=partial(kill_at, kill))) == -signal.SIGKILL
-    assert finish(start(recipe, resume=True)) == 0
+    recipe = make_recipe(policy, tmp_path, **({"train__keep_checkpoints": 1} if kill == "in deletion" else {}))
+    train_until_killed(recipe, partial(kill_at, kill))
+    train(recipe, resume=True)
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
@@ -136,7 +68,7 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         process = start(recipe, resume=True)
         time.sleep(generator.uniform(0.2, 3.0))
         process.kill()
-        process.join()
+        process.join(60)
     assert finish(start(recipe, resume=True)) == 0
     assert_same_run(tmp_path / "run", uninterrupted)
 
@@ -173,17 +105,17 @@ def test_killed_in_a_tool_call_and_resumed_repeats_what_was_said(policy: Path, t
     recipe = make_recipe(policy, tmp_path, **changes)
     run = tmp_path / "run"
     done = run / "rollouts" / "step_000003.parquet"  # and after step 3 there is no checkpoint
-    assert finish(start(recipe, prepare=partial(kill_in_tool_call, done))) == -signal.SIGKILL
+    train_until_killed(recipe, partial(kill_in_tool_call, done))
     known = {path.name: path.read_bytes() for path in (run / "observations").iterdir()}
     assert {"step_000003.jsonl", "step_000004.jsonl"} <= known.keys()
     killed = shutil.copytree(run, tmp_path / "killed" / "run")
-    assert finish(start(recipe, resume=True)) == 0  # from the checkpoint after step 2
+    train(recipe, resume=True)  # from the checkpoint after step 2
     assert pyarrow.parquet.read_table(done) == pyarrow.parquet.read_table(killed / "rollouts" / done.name)
     for step in (3, 4):  # nothing was asked again
         name = f"step_{step:06d}.jsonl"
         assert (run / "observations" / name).read_bytes().startswith(known[name])
     shutil.copytree(run / "observations", killed / "observations", dirs_exist_ok=True)
-    assert finish(start(make_recipe(policy, tmp_path / "killed", **changes), resume=True)) == 0
+    train(make_recipe(policy, tmp_path / "killed", **changes), resume=True)
     assert_same_run(killed, run)
 
 

@@ -54,7 +54,10 @@ DAPO: dict[str, Any] = {
 HEAD: dict[str, Any] = {
     "rollout__draft_head": {"learning_rate": 0.003, "vocabulary": 200},
     "rollout__draft_budget": 6,
+    "train__num_epochs": 1,
+    "train__mini_batch_prompts": 4,
 }
+"""One optimizer step of the policy a step, since each is followed by 32 of the head."""
 
 
 def digits(sample: RewardInput) -> float:
