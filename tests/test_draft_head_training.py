@@ -81,9 +81,7 @@ def test_a_resumed_head_learns_what_it_would_have(policy: Path, tmp_path: Path) 
     assert torch.equal(margins, whole_margins)
     shutil.rmtree(tmp_path / "again")
     without = HEAD | {"rollout__draft_head": None}
-    train(
-        make_recipe(policy, tmp_path / "again", **without, train__num_steps=2)
-    )  # the head is new in the middle of a run
+    train(make_recipe(policy, tmp_path / "again", **without, train__num_steps=2))  # the head comes later
     added = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder
     assert_same_run(added, whole, beside=("draft_head/",))
 

@@ -9,10 +9,11 @@ from typing import Any
 import bench_cases
 import pytest
 import torch
+from killed_runs import finish, start
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_master_weights import AnyObjective
-from test_resume import finish, kill_at, start
+from test_resume import kill_at
 from tiny_run import assert_same_run, learned_rows, make_recipe, train
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -77,7 +77,7 @@ def test_answers_do_not_pile_up_and_a_lower_limit_ends_what_is_longer(
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     train(make_recipe(policy, tmp_path, **RECIPES[mode] | {"rollout__max_new_tokens": 9}), resume=True, from_step=2)
     rows = [row for step in (3, 4) for row in pq.read_table(run / "rollouts" / f"step_00000{step}.parquet").to_pylist()]
-    old = [row for row in rows if (row["policy_versions"] or [9])[-1] < 2 and row["finish_reason"] == "length"]
+    old = [row for row in rows if (row.get("policy_versions") or [9])[-1] < 2 and row["finish_reason"] == "length"]
     assert old
     assert {len(row["token_ids"]) <= 9 for row in rows} == {True}
     assert {len(row["token_ids"]) for row in old if row.get("stop_reason") != "observation"} <= {9}
