@@ -29,15 +29,12 @@ generate policy --prompt '' => the tokenizer gives no tokens for the prompt ''
 generate policy --prompt 1+1 rollout.max_prompt_tokens=2 => prompt '0' has 3 tokens, and rollout.max_prompt_tokens is 2:
 generate policy --prompt 1 --samples 0 => num_samples: eval.num_samples: should be greater than or equal to 1
 generate policy --prompt 1 --chat => the tokenizer has no chat template
-generate policy --prompt 1 rollout.max_new_tokens=100 => max_prompt_tokens + max_new_tokens = 164 is more than the 128
 generate policy --prompt 1 rollout.kv_memory_gib=1e-6 => GiB hold 0 pages, but one sequence of 128
 generate policy --prompt 1 rollout.slots=1000000000 => rollout.slots: should be 'auto' or should be less than or
-generate policy --prompt 1 --no-such-option => No such option: --no-such-option
 generate ./nowhere --prompt 1 => ./nowhere: not a local folder
 generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Face layout
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
-generate LONG --prompt 1 => [Errno 36] File name too long
 generate merges --prompt 1 => merges: transformers reads no tokenizer from this folder: Token `a` out of vocabulary
 generate text --prompt 1 => text/config.json: transformers cannot read this config
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
@@ -59,7 +56,6 @@ eval policy --suite garbage => garbage: cannot read the recipe: not UTF-8 ('utf-
 eval policy --task arithmetic --step 1 => --step: policy is not a run folder (it has no recipe.yaml)
 eval policy --task arithmetic --output nowhere/rows.jsonl => --output: there is no folder nowhere; expected
 eval run --step 7 => run has no checkpoint of step 7; there: step_000002
-eval run rewards=1 => rewards: should be a valid list, found 1
 report nowhere => nowhere: no such folder; expected the folder of a run, such as
 report policy => policy is not the folder of a run: it has no recipe.yaml and
 report silent => silent/metrics.jsonl has no complete row yet: there is nothing to show
@@ -89,9 +85,6 @@ bench rolout => `rolout` is not in srtrl/bench/, did you mean `rollout`?
 bench ../cli => `../cli` is not in srtrl/bench/
 bench rollout --slots 1,,2 => --slots: expected counts like 8,32,128, at most 65536, found
 bench rollout --drafters none,nome => --drafters: `nome` is not in srtrl/drafters/, did you mean
-bench rollout --history 2 => Invalid value for '--history': Input should be less than or
-bench host --slots 9999 => --slots: 9999, but there are 1024 samples to decode
-replay nowhere => cannot read nowhere: No such file or directory
 replay empty.jsonl => empty.jsonl: no rows; expected rollouts as .jsonl or .parquet
 replay run --drafter os:system => --drafter: `os:system` is no drafter; expected a subclass of
 replay run --drafter-options min_score=2 => --drafter-options: min_score: should be less than 1, found 2
@@ -99,7 +92,6 @@ replay run --max-tokens 1 => run: nothing to decode: each sample has one token
 replay run --history nan => --history: expected a share of at least 0 and below 1, found
 tool python nowhere.py => tool python: nowhere.py is not a file; give the path of a file
 show-config => show-config needs a RECIPE, or --help-fields
-show-config nowhere => nowhere: cannot read the recipe: No such file or directory
 train run => run: cannot read the recipe: Is a directory
 train --resume folder => folder/recipe.yaml: cannot read the recipe: No such file or
 train recipe.yaml --resume --overwrite => --resume and --overwrite exclude each other: continue the run
@@ -114,7 +106,6 @@ train missing.yaml task.options.train.hub=x/y => give either `files`
 train missing.yaml task.options.train.split=train => belong to `hub`
 train missing.yaml 'task.options={train: {hub: openai/gsm8k}}' => `split` is missing
 train missing.yaml task.options.prompt_template=problem => prompt_template must contain {problem}
-train missing.yaml task.name=prompts task.options.problem_field=x => unknown key, did you mean `prompt_field`
 train missing.yaml task.options.system_prompt=x => system_prompt needs chat_template
 train missing.yaml 'task.options.chat_template_options={x: 1}' => chat_template_options needs chat_template
 train missing.yaml task.options.answer_pattern='"####.*"' => must have exactly one group, it has 0
@@ -145,20 +136,17 @@ critic.lora={} => critic.lora: a critic always learns all its weights
 model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
 task.name=arithmetics => task.name: `arithmetics` is not in srtrl/tasks/, did you mean
 task.name=os:system => task.name: `os:system` is no task; expected a class with
-task.name=base => task.name: `base` is not in srtrl/tasks/
 'task.options={x: 1}' => task.options.x: unknown key
 'task.options={min_operations: 9}' => task.options: min_operations (9) is above max_operations
 'task.options={max_value: 5, max_operand: 9}' => task.options: max_value (5) is below max_operand (9)
 'rollout.environment={name: calculatr}' => did you mean `calculator`
 'rollout.environment={name: "os:system"}' => `os:system` is no environment
 'rollout.environment={name: calculator, options: {a: 1}}' => environment.options.a: unknown key
-'rollout.environment={name: calculator, format: code_tag}' => did you mean `code_tags`
 'rollout.environment={name: calculator, format: text}' => `text` finds no calls
 'rewards=[{name: x}]' => rewards.0: `x` is not in srtrl/tasks/rewards.py
 'rewards=[{name: "exits:reward"}]' => rewards.0: `exits:reward`: cannot import exits: SystemExit
 'rewards=[{name: "mute:reward"}]' => cannot import mute: mute.Mute: <exception str() failed>
 'rewards=[{name: "hides:reward"}]' => hides raised RuntimeError: no reward (hides.py:2, __getattr__)
-algorithm.advantage=builtins:len => builtins:len must return a tensor of shape (2, 4)
 algorithm.loss=ppo_clp => algorithm.loss: `ppo_clp` is not in
 algorithm.loss=flawed:only_loss => algorithm.loss: `flawed:only_loss` must return (token_loss, metric
 algorithm.loss=flawed:float_metric => a tensor of shape (4,); mine: float 0.5
@@ -167,7 +155,6 @@ algorithm.loss=flawed:detached => `flawed:detached` returned a loss without grad
 algorithm.loss=flawed:raises => `flawed:raises`, tried on made-up data, raised KeyError: 'x' (flawed.
 'algorithm.loss_options={entropy: 1}' => algorithm.loss_options.entropy: the trainer gives it
 algorithm.advantage=flawed:listed => tensor of shape (2, 4), that of its first argument; it returned:
-algorithm.advantage=flawed:per_group => its first argument; it returned: Tensor of shape (2,)
 'algorithm.advantage_options={alpha: 1}' => advantage_options: `group_relative` cannot be called with
 'algorithm.filters=["flawed:listed_mask"]' => a bool for each of the 2 groups, a tensor; it returned:
 'algorithm.filter_options={alpha: 1}' => algorithm.filter_options: no filter declares an argument `al
@@ -177,7 +164,6 @@ rollout.drafter=flawed:Lists => `propose` must return DraftTrees, it returned: l
 rollout.drafter=flawed:ListsInTrees => proposed incorrect draft trees; expected 1 trees of at most
 rollout.drafter=flawed:Empty => raised NotImplementedError: the drafter flawed.Empty has no `propose`
 'rewards=[{name: "flawed:trl"}]' => rewards.0: `flawed:trl` takes `completions`, as a reward of anoth
-'rewards=[{name: "flawed:verl"}]' => here it takes one sample and returns one number: `def verl(sampl
 'rewards=[{name: "flawed:marked"}]' => `flawed:marked` is a coroutine function, of which all samples
 'log.trackers=[tensorbord]' => log.trackers: tensorbord is not installed
 rollout.drafter=collections:Counter => rollout.drafter: `collections:Counter` is no drafter
@@ -187,12 +173,7 @@ train.num_step=4 => train.num_step: unknown key, did you mean `num_steps`?
 train.num_steps= => no value; write train.num_steps=null for none or train.num_steps="''" for an empty
 train.num_steps=[ => not valid YAML: while parsing a flow node, expected the node content, but found
 num_train_epochs=3 => set train.num_steps to rows x passes / rollout.num_prompts
-algorithm.epsilon=0.2 => set both algorithm.clip_low and algorithm.clip_high
-rollout.top_p=0.9 => srtrl has no top_p in training
-train.logging_steps=5 => leave it out, every step is logged
 learning_rate=1e-5 => did you mean `train.learning_rate`?
-gradient_checkpointing=true => did you mean `model.gradient_checkpointing`?
-train.some_steps=5 => unknown key; known here: num_steps,
 actor_rollout_ref.rollout.n=5 => a section of verl
 train..num_steps=1 => expected section.key=value
 train.num_steps.x=1 => train.num_steps: is 3, which has no item `x`
@@ -208,7 +189,6 @@ algorithm.loss=dual_clip 'OPTIONS={clip_low: 0.1}' => algorithm.loss_options.cli
 algorithm.loss=dual_clip 'OPTIONS={ratio_cap: 0.5}' => algorithm.loss_options.ratio_cap: expected a number above
 algorithm.loss=dual_clip 'OPTIONS={ratio_cap: high}' => algorithm.loss_options: `dual_clip` with
 algorithm.loss=flawed:loss 'OPTIONS={power: 0}' => algorithm.loss_options.power: expected at least 1, found 0
-algorithm.loss=flawed:short_loss => too many positional
 algorithm.filters='["flawed:old_filter"]' => algorithm.filters.0: `flawed:old_filter` cannot be called with (2 argu
 PARTIAL 'rollout.environment={name: "environment_cases:Echo"}' => has no `replay`
 'rewards=[{name: "flawed:tlr"}]' => has no `tlr`, did you mean `trl`
@@ -218,7 +198,6 @@ PARTIAL 'rollout.environment={name: "environment_cases:Echo"}' => has no `replay
 'rewards=[{name: "typo:f"}]' => line 1 def f(:
 'rewards=[{name: "flawed.deeper:f"}]' => is not a package; looked in
 'rewards=[{name: "flawed:"}]' => is not a name of the form package.module:attribute
-'rewards=[{name: ".flawed:f"}]' => is not a name of the form package.module:attribute
 """
 """Overrides of `train recipe.yaml` => a part of the message, which names one of them as its place."""
 CONFLICTS = """
@@ -292,17 +271,14 @@ def scalar(logprobs, *_, **__): return -logprobs.mean(), {}
 def detached(logprobs, *_, **__): return -logprobs.detach(), {}
 def raises(logprobs, *_, **__): return {}["x"]
 def listed(rewards): return rewards.tolist()
-def per_group(rewards): return rewards.mean(dim=1)
 def listed_mask(rewards, correct): return [True] * len(rewards)
 def no_reduction(token_loss, index, **_): return token_loss
 def mean_kl(logprobs, ref_logprobs): return (logprobs - ref_logprobs).mean()
 def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards
 def needy_loss(logprobs, old, advantages, index, *, clip_low, clip_high, tau): return -advantages * logprobs / tau, {}
 def open_loss(logprobs, old, advantages, index, *, clip_low, clip_high, **options): return -advantages * logprobs, {}
-def short_loss(logprobs, advantages, *, clip_low, clip_high): return -advantages * logprobs, {}
 def old_filter(rewards): return rewards[:, 0] > 0
 def trl(completions, **_): return [1.0]
-def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 
 def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floor=0.0):
     if power < 1:
