@@ -73,7 +73,8 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     """A launcher would start an interrupted run again if it ended with an error."""
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    folder = shutil.copytree(finished(train__num_steps=2), recipe_file.parent / "run")
+    folder = finished(train__num_steps=2)
+    monkeypatch.setattr("srtrl.report.page.write_report", lambda folder: folder / "report.html")
     run_training = Mock(return_value=SimpleNamespace(folder=folder, num_steps=3, interrupted=interrupted))
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
