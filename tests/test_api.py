@@ -1,6 +1,5 @@
 """srtrl from Python: recipes as dictionaries, functions and rows as arguments, and the notebook of the docs."""
 
-import asyncio
 import json
 import re
 import sys
@@ -18,7 +17,7 @@ from datasets import Dataset, DatasetDict
 import srtrl
 from srtrl.algorithms.losses import ppo_clip
 from srtrl.metrics import read_metrics
-from srtrl.recipe.schema import Recipe
+from srtrl.run.metrics import time_metrics
 from srtrl.tasks.reward_input import RewardInput
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -82,20 +81,14 @@ def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]
     Path("recipe.json").write_text(loaded.model_dump_json())
     assert srtrl.load_recipe("recipe.json") == srtrl.load_recipe(Path("recipe.json")) == loaded
     assert srtrl.load_recipe(loaded) == loaded
-    values = {
-        "train.num_steps": 5,
-        "algorithm": {"loss": ppo_clip, "kl": {"coefficient": 0.1}},
-        "train.betas": (0.8, 0.9),
-    }
-    changed = srtrl.load_recipe(loaded, values)
-    assert changed == srtrl.load_recipe(
-        "recipe.json",
-        [
-            "train.num_steps=5",
-            'algorithm={loss: "srtrl.algorithms.losses:ppo_clip", kl: {coefficient: 0.1}}',
-            "train.betas=[0.8, 0.9]",
-        ],
-    )
+    changes = {"loss": ppo_clip, "kl": {"coefficient": 0.1}}
+    values = {"train.num_steps": 5, "algorithm": changes, "train.betas": (0.8, 0.9)}
+    algorithm = 'algorithm={loss: "srtrl.algorithms.losses:ppo_clip", kl: {coefficient: 0.1}}'
+    overrides = ["train.num_steps=5", algorithm, "train.betas=[0.8, 0.9]"]
+    assert srtrl.load_recipe(loaded, values) == srtrl.load_recipe("recipe.json", overrides)
+    for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
+        with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
+            setattr(section, name, 2)
     assert not loaded.eval.before_and_after
     assert srtrl.load_recipe(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3]).eval.before_and_after
 
@@ -124,18 +117,30 @@ def test_functions_of_two_runs_may_have_one_name(recipe: dict[str, Any]) -> None
         assert read_metrics(srtrl.train(loaded).folder / "metrics.jsonl")[0]["reward/mean"] == expected
 
 
-def test_slow_rewards_are_named_once(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_rewards_are_named_once(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their time counts as grading; that it is most of a step is pretended."""
+    measured: list[float] = []
+
+    def mostly_grading(*arguments: Any) -> dict[str, float]:
+        metrics = time_metrics(*arguments)
+        measured.append(metrics["time/grading"])
+        return metrics | {"time/grading": 2.0, "time/step": 3.0}
+
     def slow(sample: RewardInput) -> float:
-        time.sleep(0.2)
+        time.sleep(0.05)
         return 1.0
 
     async def judge(sample: RewardInput) -> float:
-        await asyncio.sleep(0.2)
-        return 1.0
+        return slow(sample)
 
+    monkeypatch.setattr("srtrl.trainer.trainer.time_metrics", mostly_grading)
     srtrl.train(recipe, rewards=[slow], rows=ROWS)
-    message = r"rewards took 1\.\d of \d\.\d s: from_python\.run:slow, one sample at a time\. Faster: `async def`"
-    assert len(re.findall(message, " ".join(capsys.readouterr().out.split()))) == 1
+    message = "rewards took 2.0 of 3.0 s: from_python.run:slow, one sample at a time. Faster: `async def`"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("rewards took") == said.count(message) == 1
+    assert min(measured) >= 6 * 0.05
     srtrl.train(recipe, {"name": "other"}, rewards=[judge], rows=ROWS)
     assert "rewards took" not in capsys.readouterr().out
 
@@ -144,24 +149,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"recipe": 5}, "expected a recipe: a YAML file, a dictionary or a Recipe, found int"),
     ({"recipe": "nowhere.yaml"}, "nowhere.yaml: cannot read the recipe"),
     ({"overrides": {"train": None}}, "override `train`: train: should be a section (key: value), found null"),
-    ({"overrides": {5: 1}}, "override `5`: 5: unknown key"),
-    ({"overrides": {"train.num_step": 1}}, "override `train.num_step`: train.num_step: unknown key, did you mean"),
     ({"overrides": ["train.num_steps"]}, "override `train.num_steps`: expected section.key=value"),
     ({"overrides": {"task": "prompts"}}, 'argument `rows`: task: is "prompts", which has no item `options`'),
     ({"rows": DatasetDict(train=Dataset.from_list(ROWS))}, "item 0 is 'train' (of a DatasetDict take a split"),
-    ({"rows": 5}, "rows: expected a list, a `datasets.Dataset` or another iterable of dictionaries; item 0 is 5"),
     ({"rows": iter(())}, "rows: there are none"),
     ({"rows": [{"prompt": object()}]}, "rows: item 0 is no JSON: 'object' object has no attribute 'tolist'"),
-    ({"rows": [{"text": "a"}]}, ":1: no field `prompt`; its fields are text"),
     ({"eval_rows": [5]}, "eval_rows: expected a list"),
     ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
-    ({"rewards": 5}, "argument `rewards`: rewards.0.name: should be a text"),
-    (
-        {"rewards": ["from_python.elsewhere:f"]},
-        "cannot import from_python.elsewhere: it was given to srtrl.train: continue from",
-    ),
+    ({"rewards": ["from_python.elsewhere:f"]}, "from_python.elsewhere: it was given to srtrl.train: continue from"),
 ]
 
 
@@ -174,20 +171,14 @@ def test_a_mistake_in_the_arguments_is_a_message(
     assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_cannot_be_changed(recipe: dict[str, Any]) -> None:
-    loaded = srtrl.load_recipe(recipe, rewards=digits, rows=ROWS)
-    for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
-        with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
-            setattr(section, name, 2)
-    assert isinstance(loaded, Recipe)
-
-
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "Agg")
     book = json.loads((DOCS / "first_run.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
     program = "\n".join(cells)
-    smaller = {'"num_steps": 30': '"num_steps": 2', "num_steps + 10": "num_steps + 1", "range(64)": "range(8)"}
+    smaller = {'"num_steps": 30': '"num_steps": 2', "num_steps + 10": "num_steps + 1", "range(64)": "range(4)"}
+    smaller |= {'"num_samples": 8': '"num_samples": 2', '"num_prompts": 16': '"num_prompts": 4'}
     for text, replacement in smaller.items():
         assert program.count(text) == 1, text
         program = program.replace(text, replacement)

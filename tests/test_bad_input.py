@@ -6,15 +6,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from recipe_cases import recipe_text
-from tiny_run import make_recipe, train
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.model.weights import Adapter, save_adapter
@@ -22,9 +21,6 @@ from srtrl.model.weights import Adapter, save_adapter
 COMMANDS = """
 generate policy --prompts garbage => garbage:1: not JSON: 'utf-16-le'
 generate policy --prompts garbage.parquet => garbage.parquet: cannot read this Parquet file after row 0
-generate policy --prompt 1 eval.temperature=nan => eval.temperature: should be a valid number, found "nan"
-generate policy --prompt 1 eval.temperature=-1 => eval.temperature: should be greater than or equal to 0, found
-generate policy --prompt 1 rollout.max_new_tokens=0 => rollout.max_new_tokens: should be greater than or equal to 1
 generate policy --prompt 1 rollout.max_new_tokens=4294967296 => rollout.max_new_tokens: expected less than 2^31, found
 generate policy => no prompts: give --prompt TEXT or --prompts FILE.jsonl
 generate policy --prompts nowhere.jsonl => cannot read nowhere.jsonl: No such file or directory
@@ -33,17 +29,12 @@ generate policy --prompt '' => the tokenizer gives no tokens for the prompt ''
 generate policy --prompt 1+1 rollout.max_prompt_tokens=2 => prompt '0' has 3 tokens, and rollout.max_prompt_tokens is 2:
 generate policy --prompt 1 --samples 0 => num_samples: eval.num_samples: should be greater than or equal to 1
 generate policy --prompt 1 --chat => the tokenizer has no chat template
-generate policy --prompt 1 rollout.max_new_tokens=100 => max_prompt_tokens + max_new_tokens = 164 is more than the 128
-generate policy --prompt 1 rollout.drafter=os:system => rollout.drafter: `os:system` is no drafter
 generate policy --prompt 1 rollout.kv_memory_gib=1e-6 => GiB hold 0 pages, but one sequence of 128
-generate policy --prompt 1 eval.top_p=0 => eval.top_p: should be greater than 0, found 0
 generate policy --prompt 1 rollout.slots=1000000000 => rollout.slots: should be 'auto' or should be less than or
-generate policy --prompt 1 --no-such-option => No such option: --no-such-option
 generate ./nowhere --prompt 1 => ./nowhere: not a local folder
 generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Face layout
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
-generate LONG --prompt 1 => [Errno 36] File name too long
 generate merges --prompt 1 => merges: transformers reads no tokenizer from this folder: Token `a` out of vocabulary
 generate text --prompt 1 => text/config.json: transformers cannot read this config
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
@@ -56,31 +47,22 @@ generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM
 eval => MODEL_OR_RUN is missing: name a model or the folder of a run
 eval policy => policy is not a run folder: name what to evaluate, with
 eval policy --task x => --task: task.name: `x` is not in srtrl/tasks/
-eval policy --task os:system => --task: task.name: `os:system` is no task; expected a class
-eval policy --task no_such_module:Task => No module named 'no_such_module'
 eval policy --task math => --task: task.options: name the prompts: `train`, `eval` or
-eval policy --task arithmetic eval.num_samples=0 => eval.num_samples: should be greater than or equal to 1, found
-eval policy --task arithmetic --recipe nowhere => nowhere: cannot read the recipe: No such file or directory
 eval policy --task arithmetic --only gsm8k => --only and --data-dir belong to --suite NAME
 eval policy --suite math --task math => --task and --suite: choose one
 eval policy --suite math --only gsm8 => --only: no benchmark `gsm8`, did you mean `gsm8k`?
 eval policy --suite mth => --suite: mth is neither a suite, did you mean `math`?
-eval policy --suite nowhere.yaml => --suite: nowhere.yaml is neither a suite
 eval policy --suite garbage => garbage: cannot read the recipe: not UTF-8 ('utf-8'
 eval policy --task arithmetic --step 1 => --step: policy is not a run folder (it has no recipe.yaml)
 eval policy --task arithmetic --output nowhere/rows.jsonl => --output: there is no folder nowhere; expected
-eval policy --task arithmetic --output folder => --output: folder is a folder; expected the name of a file
-eval run --step 7 => run has no checkpoint of step 7; there: step_000001
-eval run rewards=1 => rewards: should be a valid list, found 1
+eval run --step 7 => run has no checkpoint of step 7; there: step_000002
 report nowhere => nowhere: no such folder; expected the folder of a run, such as
 report policy => policy is not the folder of a run: it has no recipe.yaml and
 report silent => silent/metrics.jsonl has no complete row yet: there is nothing to show
 trie quiet => quiet/rollouts has no step_*.parquet: no step of the run has ended yet
 rollouts run --prompt arithmetic-train-0-99 => has no rollouts of `arithmetic-train-0-99`, did you mean `arithmetic
 rollouts run --step 9 => --step 9: run has rollouts of the steps 1
-rollouts run --prompt x => --prompt: run has no rollouts of `x`; it has those of
 rollouts run --sort x => Invalid value for '--sort': Value error, 'x' is not one of
-compare nowhere => nowhere: no such folder; expected the folder of a run, such as
 compare run --metric x => run has not logged `x`; there: accuracy, clip_share/..., data/...
 bench rollout --model-shape smal => --model-shape: no shape 'smal', did you mean `small`
 bench rollout --model-shape tiny --trace samples.jsonl --history 1 => --history: 1 of the samples leaves none to decode
@@ -89,29 +71,20 @@ bench rollout --model-shape tiny --trace samples.jsonl => --trace: token id 9999
 bench rollout --model-shape tiny --trace long.jsonl => but the model was made for 4096
 bench rollout --trace nowhere --json garbage => --json: garbage exists, and is not from this command: rename it, name
 bench host --trace nowhere --json folder => --json: folder is a folder; expected the name of a file
-bench train recipe.yaml --json nowhere/x.json => --json: there is no folder nowhere; expected the name of a file
 compare run --out foreign.svg => --out: foreign.svg exists, and is not from this command: rename it, name another
 eval policy --task arithmetic --output rows.jsonl => --output: rows.jsonl exists, and is kept: rename it, name
 report foreign => report: foreign/report.html exists, and is not from this command: rename it
 report holes => step_000001.parquet: expected a Parquet file, found a folder
-rollouts holes => step_000001.parquet: expected a Parquet file, found a folder
 export run 'o\udcff' => 'o\\udcff': expected a name of printable characters
 generate chat --prompt 1 --chat => the tokenizer's chat template refuses: Range too big
 generate policy --prompt 1 "rollout.stop_strings=['']" => rollout.stop_strings.0: should have at least 1 character
 compare run --out curve.png => --out: expected a file name that ends in .svg, found
-export run garbage => garbage exists and is not an empty folder: delete it, or
 export run new --adapter => --adapter: run has none, for its recipe has no model.lora: leave the option out
 export run folder => folder exists and is not an empty folder: delete it, or
-export folder new => folder is not the folder of a run: it has no recipe.yaml and
-export run new --step 9 => run has no checkpoint of step 9; there: step_000001
 bench rolout => `rolout` is not in srtrl/bench/, did you mean `rollout`?
 bench ../cli => `../cli` is not in srtrl/bench/
 bench rollout --slots 1,,2 => --slots: expected counts like 8,32,128, at most 65536, found
 bench rollout --drafters none,nome => --drafters: `nome` is not in srtrl/drafters/, did you mean
-bench rollout --trace garbage => garbage:1: not JSON:
-bench rollout --history 2 => Invalid value for '--history': Input should be less than or
-bench host --slots 9999 => --slots: 9999, but there are 1024 samples to decode
-replay nowhere => cannot read nowhere: No such file or directory
 replay empty.jsonl => empty.jsonl: no rows; expected rollouts as .jsonl or .parquet
 replay run --drafter os:system => --drafter: `os:system` is no drafter; expected a subclass of
 replay run --drafter-options min_score=2 => --drafter-options: min_score: should be less than 1, found 2
@@ -119,36 +92,13 @@ replay run --max-tokens 1 => run: nothing to decode: each sample has one token
 replay run --history nan => --history: expected a share of at least 0 and below 1, found
 tool python nowhere.py => tool python: nowhere.py is not a file; give the path of a file
 show-config => show-config needs a RECIPE, or --help-fields
-show-config nowhere => nowhere: cannot read the recipe: No such file or directory
 train run => run: cannot read the recipe: Is a directory
 train --resume folder => folder/recipe.yaml: cannot read the recipe: No such file or
 train recipe.yaml --resume --overwrite => --resume and --overwrite exclude each other: continue the run
 train recipe.yaml --checkpoint 3 => --checkpoint needs --resume; to begin a new run from it
-train recipe.yaml x => expected section.key=value
-train recipe.yaml .=1 => expected section.key=value
-train recipe.yaml name=../x => name: should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'
-train recipe.yaml output_dir=garbage/x => output_dir: garbage/x: garbage is a file, expected a folder
-train recipe.yaml output_dir='""' => output_dir: should have at least 1 character, found ""
 train ./recipe.yaml output_dir=LONG => output_dir: [Errno 36] File name too long
-train ./recipe.yaml model.path=LONG => model.path: [Errno 36] File name too long
+train ./recipe.yaml task.options.x=CONTROL => not valid YAML: unacceptable character #x0001
 train many.yaml => ... and 20 more
-train recipe.yaml eval.temperature=1e-44 => eval.temperature: expected 0 (greedy) or at least 1e-06, found 1e-44
-train recipe.yaml rollout.temperature=1e-44 => should be greater than or equal to 0.000001, found 1e-44
-train recipe.yaml seed=-1 => seed: should be greater than or equal to 0, found -1
-train recipe.yaml device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
-train recipe.yaml model.path=./nowhere => ./nowhere: not a local folder
-train recipe.yaml model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
-train recipe.yaml model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
-train recipe.yaml 'model.lora={targets: []}' => model.lora.targets: should be 'all_linear' or should have
-train recipe.yaml critic.lora={} => critic.lora: a critic always learns all its weights
-train recipe.yaml model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
-train recipe.yaml task.name=arithmetics => task.name: `arithmetics` is not in srtrl/tasks/, did you mean
-train recipe.yaml task.name=os:system => task.name: `os:system` is no task; expected a class with
-train recipe.yaml task.name=base => task.name: `base` is not in srtrl/tasks/
-train recipe.yaml 'task.options={x: 1}' => task.options.x: unknown key
-train recipe.yaml 'task.options={num_train: 0}' => task.options.num_train: should be greater than or equal to 1
-train recipe.yaml 'task.options={min_operations: 9}' => task.options: min_operations (9) is above max_operations
-train recipe.yaml 'task.options={max_value: 5, max_operand: 9}' => task.options: max_value (5) is below max_operand (9)
 train ./recipe.yaml 'task.options={max_operations: 2, max_operand: 2}' => different train problems of this difficulty
 train missing.yaml 'task.options={train: {file: [x]}}' => task.options.train.file: unknown key, did you mean `files`
 train missing.yaml 'task.options={train: {files: [rows.csv]}}' => train.files.0: expected a .jsonl or .parquet file
@@ -156,69 +106,145 @@ train missing.yaml task.options.train.hub=x/y => give either `files`
 train missing.yaml task.options.train.split=train => belong to `hub`
 train missing.yaml 'task.options={train: {hub: openai/gsm8k}}' => `split` is missing
 train missing.yaml task.options.prompt_template=problem => prompt_template must contain {problem}
-train missing.yaml task.name=prompts task.options.prompt_template='"{x}"' => must contain {prompt}, found '{x}'
-train missing.yaml task.name=prompts task.options.problem_field=x => unknown key, did you mean `prompt_field`
 train missing.yaml task.options.system_prompt=x => system_prompt needs chat_template
 train missing.yaml 'task.options.chat_template_options={x: 1}' => chat_template_options needs chat_template
 train missing.yaml task.options.answer_pattern='"####.*"' => must have exactly one group, it has 0
 train missing.yaml task.options.answer_pattern='(.)' task.options.answer_boxed=true => and answer_boxed are different
-train missing.yaml task.options.choices_field=x task.options.answer_boxed=true => and answer_boxed are different ways
-train recipe.yaml 'rollout.environment={name: calculatr}' => did you mean `calculator`
-train recipe.yaml 'rollout.environment={name: "os:system"}' => `os:system` is no environment
-train recipe.yaml 'rollout.environment={name: calculator, options: {a: 1}}' => environment.options.a: unknown key
-train recipe.yaml 'rollout.environment={name: calculator, format: code_tag}' => did you mean `code_tags`
-train recipe.yaml 'rollout.environment={name: calculator, format: "os:system"}' => `os:system` is no subclass of
-train recipe.yaml 'rollout.environment={name: calculator, format: text}' => `text` finds no calls
-train recipe.yaml 'rewards=[]' => rewards: should have at least 1 item after validation, not 0
-train recipe.yaml 'rewards=[{name: x}]' => rewards.0: `x` is not in srtrl/tasks/rewards.py
-train recipe.yaml 'rewards=[{name: "os:nothing"}]' => rewards.0: `os:nothing`: os has no `nothing`
-train recipe.yaml 'rewards=[{name: "exits:reward"}]' => rewards.0: `exits:reward`: cannot import exits: SystemExit
-train recipe.yaml 'rewards=[{name: "leaves:reward"}]' => cannot import leaves: GeneratorExit (leaves.py:1, <module>)
-train recipe.yaml 'rewards=[{name: "mute:reward"}]' => cannot import mute: mute.Mute: <exception str() failed>
-train recipe.yaml 'rewards=[{name: "hides:reward"}]' => hides raised RuntimeError: no reward (hides.py:2, __getattr__)
-train recipe.yaml algorithm.advantage=os:system => `os:system`, tried on made-up data, raised TypeError
-train recipe.yaml algorithm.advantage=builtins:len => builtins:len must return a tensor of shape (2, 4)
-train recipe.yaml algorithm.loss=ppo_clp => algorithm.loss: `ppo_clp` is not in
-train recipe.yaml 'algorithm.loss_options={x: 1}' => algorithm.loss_options: `ppo_clip` cannot be called with (4
-train recipe.yaml 'algorithm.filters=[x]' => algorithm.filters.0: `x` is not in
-train recipe.yaml algorithm.loss=flawed:only_loss => algorithm.loss: `flawed:only_loss` must return (token_loss, metric
-train recipe.yaml algorithm.loss=flawed:triple => must return (token_loss, metrics), a tensor and a dictionary of
-train recipe.yaml algorithm.loss=flawed:float_metric => a tensor of shape (4,); mine: float 0.5
-train recipe.yaml algorithm.loss=flawed:scalar => must return one number per token, a tensor of shape (4,); its loss:
-train recipe.yaml algorithm.loss=flawed:detached => `flawed:detached` returned a loss without gradient (detached?)
-train recipe.yaml algorithm.loss=flawed:raises => `flawed:raises`, tried on made-up data, raised KeyError: 'x' (flawed.
-train recipe.yaml algorithm.loss=flawed:needs_reference => cannot be called with (4 arguments, clip_low=..., clip_high=
-train recipe.yaml 'algorithm.loss_options={entropy: 1}' => algorithm.loss_options.entropy: the trainer gives it
-train recipe.yaml algorithm.advantage=flawed:listed => tensor of shape (2, 4), that of its first argument; it returned:
-train recipe.yaml algorithm.advantage=flawed:per_group => its first argument; it returned: Tensor of shape (2,)
-train recipe.yaml 'algorithm.advantage_options={alpha: 1}' => advantage_options: `group_relative` cannot be called with
-train recipe.yaml 'algorithm.filters=["flawed:listed_mask"]' => a bool for each of the 2 groups, a tensor; it returned:
-train recipe.yaml 'algorithm.filters=["flawed:float_mask"]' => it returned: Tensor of shape (2,), torch.float64
-train recipe.yaml 'algorithm.filter_options={alpha: 1}' => algorithm.filter_options: no filter declares an argument `al
-train recipe.yaml algorithm.reduction=flawed:no_reduction => one number, a tensor of shape (); it returned: Tensor
-train recipe.yaml algorithm.kl.estimator=flawed:mean_kl => one number per token, a tensor of shape (4,); it returned: T
 train critic.yaml critic.value_loss=flawed:only_loss => critic.value_loss: `flawed:only_loss` must return (token_loss,
-train recipe.yaml rollout.drafter=flawed:Lists => `propose` must return DraftTrees, it returned: list [[1, 2]]
-train recipe.yaml rollout.drafter=flawed:ListsInTrees => proposed incorrect draft trees; expected 1 trees of at most
-train recipe.yaml rollout.drafter=flawed:Short => `flawed:Short`, tried on made-up data, raised TypeError
-train recipe.yaml rollout.drafter=flawed:Empty => raised NotImplementedError: the drafter flawed.Empty has no `propose`
-train recipe.yaml 'rewards=[{name: "flawed:trl"}]' => rewards.0: `flawed:trl` takes `completions`, as a reward of anoth
-train recipe.yaml 'rewards=[{name: "flawed:verl"}]' => here it takes one sample and returns one number: `def verl(sampl
-train recipe.yaml 'rewards=[{name: "flawed:marked"}]' => `flawed:marked` is a coroutine function, of which all samples
-train recipe.yaml 'log.trackers=[tensorbord]' => log.trackers: tensorbord is not installed
-train recipe.yaml rollout.drafter=collections:Counter => rollout.drafter: `collections:Counter` is no drafter
-train recipe.yaml 'rollout.drafter_options={min_score: 2}' => rollout.drafter_options.min_score: should be less than
-train recipe.yaml rollout.max_new_tokens=65 => rollout.max_new_tokens: max_prompt_tokens + max_new_tokens =
 train missing.yaml => missing.yaml:9: task.options.train.files.0: no file
 warm-start recipe.yaml => this recipe has no `warm_start` section (at least
 warm-start recipe.yaml 'warm_start={output: .}' => warm_start.output: . holds the current folder, expected another one
 warm-start recipe.yaml 'warm_start={output: /proc/x}' => warm_start.output: /proc/x cannot be written
 warm-start recipe.yaml 'warm_start={output: folder}' => warm_start.output: folder exists and is not empty; use
 warm-start recipe.yaml 'warm_start={output: link}' => warm_start.output: link exists and is not empty
-warm-start recipe.yaml 'warm_start={output: garbage/x}' => warm_start.output: garbage/x: garbage is a file, expected
+show-config broken.yaml => broken.yaml:1:8: not valid YAML
+show-config mine.yaml => mine.yaml: model: is missing
+train quikstart => No such file or directory, did you mean `quickstart`?; recipes that come with srtrl: d
+train recipes/ppo_tiny.yaml => No such file or directory, did you mean `ppo_tiny`?
 """
 """Command line => a part of the message; the names are those of files and folders in `place`, LONG is a long one."""
-CASES = [tuple(line.split(" => ")) for line in COMMANDS.strip().splitlines()]
+CHANGES = """
+x => expected section.key=value
+name=../x => name: should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'
+output_dir=garbage/x => output_dir: garbage/x: garbage is a file, expected a folder
+eval.temperature=1e-44 => eval.temperature: expected 0 (greedy) or at least 1e-06, found 1e-44
+rollout.temperature=1e-44 => should be greater than or equal to 0.000001, found 1e-44
+device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
+model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
+model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
+critic.lora={} => critic.lora: a critic always learns all its weights
+model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
+task.name=arithmetics => task.name: `arithmetics` is not in srtrl/tasks/, did you mean
+task.name=os:system => task.name: `os:system` is no task; expected a class with
+'task.options={x: 1}' => task.options.x: unknown key
+'task.options={min_operations: 9}' => task.options: min_operations (9) is above max_operations
+'task.options={max_value: 5, max_operand: 9}' => task.options: max_value (5) is below max_operand (9)
+'rollout.environment={name: calculatr}' => did you mean `calculator`
+'rollout.environment={name: "os:system"}' => `os:system` is no environment
+'rollout.environment={name: calculator, options: {a: 1}}' => environment.options.a: unknown key
+'rollout.environment={name: calculator, format: text}' => `text` finds no calls
+'rewards=[{name: x}]' => rewards.0: `x` is not in srtrl/tasks/rewards.py
+'rewards=[{name: "exits:reward"}]' => rewards.0: `exits:reward`: cannot import exits: SystemExit
+'rewards=[{name: "mute:reward"}]' => cannot import mute: mute.Mute: <exception str() failed>
+'rewards=[{name: "hides:reward"}]' => hides raised RuntimeError: no reward (hides.py:2, __getattr__)
+algorithm.loss=ppo_clp => algorithm.loss: `ppo_clp` is not in
+algorithm.loss=flawed:only_loss => algorithm.loss: `flawed:only_loss` must return (token_loss, metric
+algorithm.loss=flawed:float_metric => a tensor of shape (4,); mine: float 0.5
+algorithm.loss=flawed:scalar => must return one number per token, a tensor of shape (4,); its loss:
+algorithm.loss=flawed:detached => `flawed:detached` returned a loss without gradient (detached?)
+algorithm.loss=flawed:raises => `flawed:raises`, tried on made-up data, raised KeyError: 'x' (flawed.
+'algorithm.loss_options={entropy: 1}' => algorithm.loss_options.entropy: the trainer gives it
+algorithm.advantage=flawed:listed => tensor of shape (2, 4), that of its first argument; it returned:
+'algorithm.advantage_options={alpha: 1}' => advantage_options: `group_relative` cannot be called with
+'algorithm.filters=["flawed:listed_mask"]' => a bool for each of the 2 groups, a tensor; it returned:
+'algorithm.filter_options={alpha: 1}' => algorithm.filter_options: no filter declares an argument `al
+algorithm.reduction=flawed:no_reduction => one number, a tensor of shape (); it returned: Tensor
+algorithm.kl.estimator=flawed:mean_kl => one number per token, a tensor of shape (4,); it returned: T
+rollout.drafter=flawed:Lists => `propose` must return DraftTrees, it returned: list [[1, 2]]
+rollout.drafter=flawed:ListsInTrees => proposed incorrect draft trees; expected 1 trees of at most
+rollout.drafter=flawed:Empty => raised NotImplementedError: the drafter flawed.Empty has no `propose`
+'rewards=[{name: "flawed:trl"}]' => rewards.0: `flawed:trl` takes `completions`, as a reward of anoth
+'rewards=[{name: "flawed:marked"}]' => `flawed:marked` is a coroutine function, of which all samples
+'log.trackers=[tensorbord]' => log.trackers: tensorbord is not installed
+rollout.drafter=collections:Counter => rollout.drafter: `collections:Counter` is no drafter
+'rollout.drafter_options={min_score: 2}' => rollout.drafter_options.min_score: should be less than
+rollout.max_new_tokens=65 => rollout.max_new_tokens: max_prompt_tokens + max_new_tokens =
+train.num_step=4 => train.num_step: unknown key, did you mean `num_steps`?
+train.num_steps= => no value; write train.num_steps=null for none or train.num_steps="''" for an empty
+train.num_steps=[ => not valid YAML: while parsing a flow node, expected the node content, but found
+num_train_epochs=3 => set train.num_steps to rows x passes / rollout.num_prompts
+learning_rate=1e-5 => did you mean `train.learning_rate`?
+actor_rollout_ref.rollout.n=5 => a section of verl
+train..num_steps=1 => expected section.key=value
+train.num_steps.x=1 => train.num_steps: is 3, which has no item `x`
+rewards.0.weight=2 => rewards: should be a valid list, found {"0": {"weight": 2}}
+algorithm.advantage=gae => algorithm.advantage: gae needs a critic: add a section `critic: {}`
+critic={} => critic: algorithm.advantage group_relative uses no critic
+algorithm.advantage=flawed:wrong_tokens => flawed:wrong_tokens(rewards)
+algorithm.advantage=flawed:unmarked_tokens => missing a required argument: 'values'
+algorithm.advantage=flawed:tokens algorithm.loss=gspo => algorithm.loss: gspo needs one advantage per response
+algorithm.loss=flawed:needy_loss => cannot be called with (4 arguments, clip_low=..., clip_high=
+algorithm.loss=dual_clip 'OPTIONS={ratio_kap: 3}' => algorithm.loss_options: `dual_clip` cannot be called with (4
+algorithm.loss=dual_clip 'OPTIONS={clip_low: 0.1}' => algorithm.loss_options.clip_low: set algorithm.clip_low
+algorithm.loss=dual_clip 'OPTIONS={ratio_cap: 0.5}' => algorithm.loss_options.ratio_cap: expected a number above
+algorithm.loss=dual_clip 'OPTIONS={ratio_cap: high}' => algorithm.loss_options: `dual_clip` with
+algorithm.loss=flawed:loss 'OPTIONS={power: 0}' => algorithm.loss_options.power: expected at least 1, found 0
+algorithm.filters='["flawed:old_filter"]' => algorithm.filters.0: `flawed:old_filter` cannot be called with (2 argu
+PARTIAL 'rollout.environment={name: "environment_cases:Echo"}' => has no `replay`
+'rewards=[{name: "flawed:tlr"}]' => has no `tlr`, did you mean `trl`
+'rewards=[{name: "flawed:RATE"}]' => has a value that cannot be called: `RATE`
+'rewards=[{name: "no_such_module:f"}]' => cannot import no_such_module
+'rewards=[{name: "broken:f"}]' => ModuleNotFoundError: No module named 'not_there' (broken.py:1, <module>)
+'rewards=[{name: "typo:f"}]' => line 1 def f(:
+'rewards=[{name: "flawed.deeper:f"}]' => is not a package; looked in
+'rewards=[{name: "flawed:"}]' => is not a name of the form package.module:attribute
+"""
+"""Overrides of `train recipe.yaml` => a part of the message, which names one of them as its place."""
+CONFLICTS = """
+train.micro_batch_tokens=127 => train.micro_batch_tokens=128 => train.micro_batch_tokens: expected at least 64
+model.lora={} train.sharding=fsdp2 => train.sharding=ddp => train.sharding: with model.lora each rank keeps whole weig
+train.mini_batch_prompts=3 => train.mini_batch_prompts=4 => train.mini_batch_prompts: expected a divisor
+algorithm.advantage=gae critic={} critic.mini_batch_prompts=3 => critic={} => critic.mini_batch_prompts: expected a di
+algorithm.advantage=gae critic={} critic.warmup_steps=3 => critic={} => expected fewer than train.num_steps (3)
+rollout.dynamic_sampling=true => algorithm.filters=[drop_uniform] => rollout.dynamic_sampling: replaces
+DYNAMIC rollout.max_draws=7 => rollout.max_draws=8 => expected at least rollout.num_prompts (8), found 7
+rollout.num_samples=1 => algorithm.advantage=reinforce_plus_plus => rollout.num_samples: expected at least 2 with algor
+ONE_SAMPLE algorithm.filters=[drop_uniform] => rollout.num_samples=2 => algorithm.filters: would drop
+algorithm.importance_cap=2 => algorithm.old_logprobs=recompute => algorithm.importance_cap: compares
+rollout.mode=partial => algorithm.old_logprobs=recompute => algorithm.old_logprobs: some log-probs of the decoder are o
+algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k1 => algorithm.kl.placement=reward => k1 in the loss
+algorithm.loss=policy_gradient train.num_epochs=2 => train.num_epochs=1 => train.num_epochs: algorithm.loss policy_grad
+algorithm.loss=policy_gradient train.mini_batch_prompts=4 => rollout.num_prompts=4 => algorithm.loss policy_gradient has
+'warm_start={output: made, train_tokenizer_vocab_size: 300}' => 'warm_start={output: made}' => needs
+'warm_start={HEADS: 2, num_key_value_heads: 1}}' => ARCH.num_attention_heads=3 => ARCH.num_attention_heads: expected a
+'warm_start={HEADS: 3, num_key_value_heads: 2}}' => ARCH.num_key_value_heads=3 => ARCH.num_key_value_heads: expected a
+"""
+"""Overrides that do not fit together => what repairs them => a part of the message."""
+FITTING = """
+algorithm.advantage=leave_one_out algorithm.loss=policy_gradient
+ONE_SAMPLE algorithm.gamma=0.99
+algorithm.advantage=gae 'critic={value_loss: squared_error, value_clip: 0.5}'
+algorithm.loss=dual_clip 'OPTIONS={ratio_cap: 5}'
+algorithm.loss=gspo algorithm.clip_low=3e-4 algorithm.clip_high=4e-4
+algorithm.advantage=flawed:tokens algorithm.gamma=0.9
+algorithm.advantage=flawed:with_critic critic={}
+algorithm.loss=flawed:loss 'OPTIONS={power: 3, floor: 1.5}'
+algorithm.loss=flawed:open_loss 'OPTIONS={anything: 3}'
+algorithm.loss=flawed:needy_loss 'OPTIONS={tau: 0.5}'
+PARTIAL 'rollout.environment={name: "environment_cases:Ledger"}'
+"""
+"""Overrides that fit together."""
+ABBREVIATIONS = {
+    "LONG": "x" * 5_000,
+    "CONTROL": "\x01",
+    "DYNAMIC": "rollout.dynamic_sampling=true algorithm.filters=[drop_uniform]",
+    "ARCH": "warm_start.architecture",
+    "HEADS": "SIZES: 9, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads",
+    "SIZES": "output: made, architecture: {hidden_size",
+    "ONE_SAMPLE": "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
+    "OPTIONS": "algorithm.loss_options",
+    "PARTIAL": "rollout.mode=partial algorithm.old_logprobs=recompute",
+}
 MODELS: dict[str, dict[str, object]] = {
     "text": {"vocab_size": "x"},
     "end": {"eos_token_id": 10**12},
@@ -234,90 +260,110 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 """Folders of adapters: base model, module, and values in the config."""
 FLAWED = """
+from srtrl.algorithms.advantages import token_level
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.tasks.reward_input import batched
 
 def only_loss(logprobs, *_, **__): return -logprobs
-def triple(logprobs, *_, **__): return -logprobs, {}, {}
 def float_metric(logprobs, *_, **__): return -logprobs, {"mine": 0.5}
 def scalar(logprobs, *_, **__): return -logprobs.mean(), {}
 def detached(logprobs, *_, **__): return -logprobs.detach(), {}
 def raises(logprobs, *_, **__): return {}["x"]
-def needs_reference(logprobs, old, advantages, index, *, clip_low, clip_high, ref_logprobs): return -logprobs, {}
 def listed(rewards): return rewards.tolist()
-def per_group(rewards): return rewards.mean(dim=1)
 def listed_mask(rewards, correct): return [True] * len(rewards)
-def float_mask(rewards, correct): return rewards.mean(dim=1)
 def no_reduction(token_loss, index, **_): return token_loss
 def mean_kl(logprobs, ref_logprobs): return (logprobs - ref_logprobs).mean()
+def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards
+def needy_loss(logprobs, old, advantages, index, *, clip_low, clip_high, tau): return -advantages * logprobs / tau, {}
+def open_loss(logprobs, old, advantages, index, *, clip_low, clip_high, **options): return -advantages * logprobs, {}
+def old_filter(rewards): return rewards[:, 0] > 0
 def trl(completions, **_): return [1.0]
-def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+
+def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floor=0.0):
+    if power < 1:
+        raise ValueError(f"algorithm.loss_options.power: expected at least 1, found {power}")
+    return -advantages * logprobs ** power, {}
+
+@token_level
+def wrong_tokens(rewards): return rewards
+@token_level
+def tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards
+@token_level(needs_critic=True)
+def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards - values
 
 @batched
 async def marked(samples): return [1.0 for _ in samples]
 
+RATE = 3
 class Empty(DrafterBase): pass
 class Lists(DrafterBase):
     def propose(self, slots, max_nodes): return [[1, 2]]
 class ListsInTrees(DrafterBase):
     def propose(self, slots, max_nodes): return DraftTrees(token_ids=[1], parents=[-1], scores=[0.5], offsets=[0, 1])
-class Short(DrafterBase):
-    def propose(self, slots): return DraftTrees.empty(len(slots))
 """
-"""Functions and classes of a user with one mistake each."""
+"""Functions and classes of a user, most with one mistake each."""
+
+
+FILES = {
+    "empty.jsonl": "",
+    "texts.jsonl": '{"prompt": "a", "text": "b"}\n',
+    "samples.jsonl": '{"prompt_token_ids": [1], "token_ids": [9999]}\n',
+    "long.jsonl": json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}),
+    "rows.jsonl": '{"prompt": "1"}\n{"text": "2"}\n',
+    "flawed.py": FLAWED,
+    "broken.py": "import not_there\n",
+    "exits.py": "import sys\nsys.exit(0)\n",
+    "hides.py": "def __getattr__(name):\n    raise RuntimeError('no reward')\n",
+    "mute.py": "class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n",
+    "typo.py": "def f(:\n",
+    "broken.yaml": "name: [",
+    "mine.yaml": "name: mine",
+    "many.yaml": recipe_text() + "".join(f"key_{number}: 1\n" for number in range(30)),
+    "foreign.svg": "<svg>years of work</svg>",
+    "folder/notes.txt": "years of work",
+    "foreign/report.html": "<title>mine</title>",
+    "silent/metrics.jsonl": "",
+    "chat/chat_template.jinja": "{% for x in range(10**9) %}{% endfor %}",
+}
+
+
+def change_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.fixture(scope="module")
-def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder of all cases."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "policy").symlink_to(policy)
-    (folder / "folder").mkdir()
-    (folder / "folder" / "notes.txt").write_text("years of work")
     (folder / "link").symlink_to("folder")
-    (folder / "recipe.yaml").write_text(recipe_text(path=policy))
-    text = recipe_text(path=policy).replace("name: arithmetic", "name: math")
-    data = "  options:\n    train:\n      files:\n      - missing.jsonl\n"
-    (folder / "missing.yaml").write_text(text.replace("  options: {num_train: 50, num_eval: 20}\n", data))
+    (folder / "folder").mkdir()
+    for name in ("run", "foreign", "holes", "quiet", "silent"):
+        shutil.copytree(finished(train__num_steps=2), folder / name)
+    for name in ("merges", "chat", *MODELS):
+        shutil.copytree(policy, folder / name)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
     for name in ("garbage", "garbage.parquet"):
         (folder / name).write_bytes(bytes(range(255, 10, -1)))
-    (folder / "empty.jsonl").touch()
-    (folder / "texts.jsonl").write_text('{"prompt": "a", "text": "b"}\n')
-    (folder / "samples.jsonl").write_text('{"prompt_token_ids": [1], "token_ids": [9999]}\n')
-    (folder / "long.jsonl").write_text(json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}))
-    (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"text": "2"}\n')
-    train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
-    (folder / "flawed.py").write_text(FLAWED)
-    critic = "\nalgorithm: {advantage: gae}\ncritic: {}\n"
-    (folder / "critic.yaml").write_text(recipe_text(path=policy) + critic)
-    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
-    (folder / "leaves.py").write_text("raise GeneratorExit\n")
-    (folder / "mute.py").write_text("class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n")
-    (folder / "hides.py").write_text("def __getattr__(name):\n    raise RuntimeError('no reward')\n")
-    (folder / "many.yaml").write_text(recipe_text() + "".join(f"key_{number}: 1\n" for number in range(30)))
-    merges = json.loads((policy / "tokenizer.json").read_text())
-    merges["model"] |= {"vocab": {}, "merges": [["a", "b"]]}
-    (shutil.copytree(policy, folder / "merges") / "tokenizer.json").write_text(json.dumps(merges))
-    (folder / "foreign.svg").write_text("<svg>years of work</svg>")
-    for name in ("foreign", "holes", "quiet", "silent"):
-        shutil.copytree(folder / "run", folder / name)
-    (folder / "silent" / "metrics.jsonl").write_text("")
+    text = recipe_text(path=policy)
+    (folder / "recipe.yaml").write_text(text)
+    (folder / "critic.yaml").write_text(text + "\nalgorithm: {advantage: gae}\ncritic: {}\n")
+    data = "  options:\n    train:\n      files:\n      - missing.jsonl\n"
+    text = text.replace("name: arithmetic", "name: math")
+    (folder / "missing.yaml").write_text(text.replace("  options: {num_train: 50, num_eval: 20}\n", data))
     shutil.rmtree(folder / "quiet" / "rollouts")
-    (folder / "foreign" / "report.html").write_text("<title>mine</title>")
     (folder / "holes" / "rollouts" / "step_000001.parquet").unlink()
     (folder / "holes" / "rollouts" / "step_000001.parquet").mkdir()
-    (shutil.copytree(policy, folder / "chat") / "chat_template.jinja").write_text(
-        "{% for x in range(10**9) %}{% endfor %}"
-    )
+    model = json.loads((policy / "tokenizer.json").read_text())["model"]
+    change_json(folder / "merges" / "tokenizer.json", model=model | {"vocab": {}, "merges": [["a", "b"]]})
     for name, values in MODELS.items():
-        config = json.loads((policy / "config.json").read_text())
-        (shutil.copytree(policy, folder / name) / "config.json").write_text(json.dumps(config | values))
+        change_json(folder / name / "config.json", **values)
     for name, (base, module, values) in ADAPTERS.items():
         tensors = {f"{module}.lora_{kind}": torch.zeros(32, 32) for kind in "AB"}
         save_adapter(Adapter(base=base, rank=32, alpha=1, tensors=tensors), folder / name)
-        config = json.loads((folder / name / "adapter_config.json").read_text())
-        (folder / name / "adapter_config.json").write_text(json.dumps(config | values))
+        change_json(folder / name / "adapter_config.json", **values)
     before, paths = Path.cwd(), list(sys.path)
     os.chdir(folder)
     yield folder
@@ -325,21 +371,63 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     sys.path[:] = paths
 
 
-def listing(folder: Path) -> dict[str, int]:
-    return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+@pytest.fixture(autouse=True)
+def _nothing_changes(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def listing() -> dict[str, int]:
+        return {str(path): path.lstat().st_mtime_ns for path in place.rglob("*")}
 
-
-@pytest.mark.parametrize(("command", "message"), CASES, ids=[command for command, _ in CASES])
-def test_bad_input_is_one_message(command: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.trainer.trainer.Trainer._load_task", Mock(side_effect=AssertionError("training begins")))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before = listing(place)
-    result = CliRunner().invoke(app, shlex.split(command.replace("LONG", "x" * 5_000)))
+    before = listing()
+    yield
+    assert listing() == before
+
+
+def written_out(text: str) -> str:
+    for name, meaning in ABBREVIATIONS.items():
+        text = text.replace(name, meaning)
+    return text
+
+
+def srtrl(command: str) -> Result:
+    return CliRunner().invoke(app, shlex.split(written_out(command)))
+
+
+def refusal(command: str) -> str:
+    """The message with which a command is refused."""
+    result = srtrl(command)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
-    assert message in result.stderr
     assert len(result.stderr) < 3_000
     assert len(re.findall(r"^(?:error|Error): ", result.stderr, re.MULTILINE)) == 1, result.stderr
-    if command.startswith("train recipe.yaml ") and "--" not in command:
-        assert f"override `{shlex.split(command)[2]}`: " in result.stderr
-    assert listing(place) == before
+    return result.stderr
+
+
+def parsed(table: str) -> list[list[str]]:
+    return [[part.strip() for part in line.split(" => ")] for line in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("command", "message"), parsed(COMMANDS))
+def test_bad_input_is_one_message(command: str, message: str) -> None:
+    assert message in refusal(command)
+
+
+@pytest.mark.parametrize(("overrides", "message"), parsed(CHANGES))
+def test_a_bad_override_is_one_message_that_names_it(overrides: str, message: str) -> None:
+    said = refusal(f"train recipe.yaml {overrides}")
+    assert message in said
+    assert any(f"override `{override}`: " in said for override in shlex.split(written_out(overrides))), said
+
+
+@pytest.mark.parametrize(("overrides", "repair", "message"), parsed(CONFLICTS))
+def test_a_combination_is_refused_and_its_repair_accepted(overrides: str, repair: str, message: str) -> None:
+    said = refusal(f"train recipe.yaml {overrides}")
+    assert written_out(message) in said
+    assert said.count("override `") <= 1, said
+    assert srtrl(f"show-config recipe.yaml {overrides} {repair}").exit_code == 0
+
+
+@pytest.mark.parametrize("overrides", FITTING.strip().splitlines())
+def test_functions_that_fit_pass_the_checks(overrides: str) -> None:
+    result = srtrl(f"show-config recipe.yaml {overrides} --check")
+    assert (result.exit_code, result.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """The documentation against the code: metrics that exist, links that lead somewhere, names that are there."""
 
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 from bench_cases import run
 from environment_cases import HOSTILE
+from recipe_cases import recipe_text
 from tiny_run import make_recipe
 
+from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
+from srtrl.recipe.file import build_recipe, read_source
 from srtrl.trainer.trainer import run_training
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -34,55 +38,51 @@ ONLY_ON_CUDA = {"engine/host_seconds", "engine/host_share", "memory/peak_gib"}
 ONLY_ON_RANKS = {"engine/rank_seconds_max", "engine/ranks_idle_share", "engine/rank_claims"}
 
 
-GRPO = {
-    "algorithm__kl": {"coefficient": 0.01, "placement": "reward"},
-    "train__num_steps": 6,
-    "train__checkpoint_every": 1,
-    "rollout__draft_budget": 8,
-    "rollout__draft_head": {},
-    "rollout__run_ahead_max_slowdown": 1e9,
-    "rollout__slots": 13,
-}
-"""A run with the KL in the reward whose drafter does all that it can."""
-PPO = {
-    "algorithm": {"advantage": "gae", "loss": "dual_clip", "kl": {"coefficient": 0.01}}
-    | {"old_logprobs": "recompute", "importance_cap": 2.0, "overlong_filtering": True},
-    "critic": {"learning_rate": 0.01},
-    "eval__num_samples": NUM_EVAL_SAMPLES,
-    "train__num_steps": 2,
-}
-"""What the first run lacks: a critic, and the options that bring metrics of their own."""
-
-
+NO_EVAL: dict[str, Any] = {"before_and_after": False}
 OFF_POLICY: dict[str, Any] = {
     "rollout__stop_strings": list("aeiouxyz012345"),
     "rollout__max_new_tokens": 40,
     "task__options__num_train": 4,
     "algorithm": {"old_logprobs": "recompute", "importance_cap": 2.0},
-    "eval": {"before_and_after": False},
+    "eval": NO_EVAL,
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "drafts": {  # with the KL in the reward, and all that a drafter can do
+        "algorithm__kl": {"coefficient": 0.01, "placement": "reward"},
+        "train__num_steps": 3,
+        "rollout__draft_budget": 8,
+        "rollout__draft_head": {},
+        "rollout__run_ahead_max_slowdown": 1e9,
+        "rollout__slots": 13,
+        "eval": NO_EVAL,
+    },
+    "ppo": {  # and the options that bring metrics of their own
+        "algorithm": {"advantage": "gae", "loss": "dual_clip", "kl": {"coefficient": 0.01}}
+        | {"old_logprobs": "recompute", "importance_cap": 2.0, "overlong_filtering": True},
+        "critic": {"learning_rate": 0.01},
+        "eval__num_samples": NUM_EVAL_SAMPLES,
+        "train__num_steps": 2,
+    },
+    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {}},
+    "turns": {
+        "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
+        "rollout__max_new_tokens": 32,
+        "train__num_steps": 1,
+    },
+    "partial": OFF_POLICY | {"rollout__mode": "partial", "train__num_steps": 2},
+    "spec_rl": OFF_POLICY | {"rollout__mode": "spec_rl", "train__num_steps": 3},
 }
 
 
 @pytest.fixture(scope="module")
 def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every key of the rows of six real runs with evaluation and checkpoints."""
+    """Every key of the rows of real runs, some with evaluation."""
     folder = tmp_path_factory.mktemp("docs")
     keys: set[str] = set()
     (folder / "rows.jsonl").write_text('{"prompt": "Hi?"}\n', encoding="utf-8")
     rows = {"files": [str(folder / "rows.jsonl")]}
-    unverified: dict[str, Any] = {
-        "task": {"name": "prompts", "options": {"train": rows, "eval": rows}},
-        "rewards": [{"name": "tiny_run:digits"}],
-        "train__num_steps": 1,
-        "model__lora": {},
-    }
-    turns = {
-        "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
-        "rollout__max_new_tokens": 64,
-        "train__num_steps": 2,
-    }
-    modes = [(mode, OFF_POLICY | {"rollout__mode": mode}) for mode in ("partial", "spec_rl")]
-    for name, changes in (("grpo", GRPO), ("ppo", PPO), ("unverified", unverified), ("turns", turns), *modes):
+    RUNS["unverified"]["task"] = {"name": "prompts", "options": {"train": rows, "eval": rows}}
+    for name, changes in RUNS.items():
         recipe = make_recipe(policy, folder / "runs", name=name, **changes)
         assert {reward.name.rpartition(":")[2] for reward in recipe.rewards} <= set(REWARD_NAMES)
         result = run_training(recipe)
@@ -172,9 +172,9 @@ def problems_of(page: Path) -> Iterator[str]:
                 yield f"no {part} in {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_to_files_headings_and_names_and_no_merge_is_unfinished(page: Path) -> None:
-    assert list(problems_of(page)) == []
+def test_links_lead_to_files_headings_and_names_and_no_merge_is_unfinished() -> None:
+    problems = {str(page.relative_to(REPOSITORY)): list(problems_of(page)) for page in PAGES}
+    assert {page: found for page, found in problems.items() if found} == {}
 
 
 def test_recipe_page_is_what_show_config_prints() -> None:
@@ -204,3 +204,22 @@ def test_drawings_are_what_their_script_writes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(drawings, "FOLDER", tmp_path)
     drawings.main()
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")} == committed
+
+
+def test_the_recipe_lines_of_the_pages_pass_the_checks(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text(num_steps=100))
+    lines = tmp_path / "lines.yaml"
+    for name in ("cispo", "dr_grpo", "gspo", "options", "ppo", "reinforce_plus_plus", "rloo"):
+        page = (DOCS / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
+        blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        assert blocks, name
+        for block in blocks:
+            lines.write_text(block)
+            overrides = [
+                f"{section}.{option}={json.dumps(value)}"
+                for section, options in read_source(lines).data.items()
+                for option, value in options.items()
+            ]
+            assert overrides
+            source = read_source(tmp_path / "recipe.yaml", overrides)
+            check_recipe(build_recipe(source), source)

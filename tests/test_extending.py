@@ -11,9 +11,9 @@ import torch
 from tiny_run import make_recipe
 
 from srtrl.checks import check_recipe
-from srtrl.metrics import read_metrics
+from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.weights import load_model, load_tokenizer, named_tensors
-from srtrl.recipe.file import build_recipe, dump_recipe, load_recipe, read_source
+from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import checkpoint_name
 from srtrl.tasks.base import load_task
@@ -54,41 +54,43 @@ def recipe_of(command: str, path: Path) -> Recipe:
     return recipe
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("srtrl train")])
-def test_every_command_of_the_page_passes_the_checks(recipe_file: Path, command: str) -> None:
-    assert "my_fork." in dump_recipe(recipe_of(command, recipe_file))
+def test_every_command_of_the_page_passes_the_checks(recipe_file: Path) -> None:
+    trained = [command for command in COMMANDS if command.startswith("srtrl train")]
+    assert len(trained) == 12
+    for command in trained:
+        assert "my_fork." in dump_recipe(recipe_of(command, recipe_file)), command
 
 
-def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
+def trained(recipe_file: Path, part: str, overrides: str = "train.num_steps=1") -> tuple[Path, list[MetricRow]]:
+    """The folder of a run of the page's first command with this part, and the rows of its steps."""
+    command = next(command for command in COMMANDS if part in command)
+    folder = run_training(recipe_of(f"{command} eval.before_and_after=false {overrides}", recipe_file)).folder
+    return folder, [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+
+
+def test_a_loss_outside_the_package_trains(recipe_file: Path, policy: Path) -> None:
     """A run as the page says: the policy changes, the loss's metric is logged, and its options reach it."""
-    command = next(command for command in COMMANDS if "name=sapo" in command) + " train.num_steps=2"
-    recipe = recipe_of(command, recipe_file)
-    run = run_training(recipe)
-    rows = [row for row in read_metrics(run.folder / "metrics.jsonl") if row["step"] > 0]
-    assert len(rows) == 2
+    folder, rows = trained(recipe_file, "name=sapo")
     assert all(0 < row["loss/slope"] <= 1 and row["grad_norm"] > 0 for row in rows)
     assert not any(key.startswith("clip_share") for row in rows for key in row)
     before, after = (
         named_tensors(load_model(path, dtype=torch.float32, device="cpu"))
-        for path in (recipe.model.path, run.folder / "checkpoints" / checkpoint_name(2))
+        for path in (policy, folder / "checkpoints" / checkpoint_name(1))
     )
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    options = "name=hotter 'algorithm.loss_options={negative_temperature: 3.0}'"
-    other = read_metrics(run_training(recipe_of(f"{command} {options}", recipe_file)).folder / "metrics.jsonl")
-    assert other[1]["reward/mean"] == rows[0]["reward/mean"], "the first policy's rollouts are the same"
-    assert other[1]["loss/slope"] != rows[0]["loss/slope"], "the second mini-batch is off-policy: the gate differs"
+    options = "train.num_steps=1 name=hotter 'algorithm.loss_options={negative_temperature: 3.0}'"
+    _, other = trained(recipe_file, "name=sapo", options)
+    assert other[0]["reward/mean"] == rows[0]["reward/mean"], "the first policy's rollouts are the same"
+    assert other[0]["loss/slope"] != rows[0]["loss/slope"], "the second mini-batch is off-policy: the gate differs"
 
 
 def test_examples_of_arguments_by_name_compute_what_they_say(recipe_file: Path) -> None:
     """The most entropic tokens in a run with three mini-batches' micro-batches; GDPO on rewards made by hand."""
-    command = next(command for command in COMMANDS if "name=entropic" in command)
-    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
-    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    _, [row] = trained(recipe_file, "name=entropic")
     assert 0.3 <= row["loss/learned_share"] < 0.6, "at least the share of each response, which may be a short one"
     assert row["grad_norm"] > 0
-    command = next(command for command in COMMANDS if "name=gdpo" in command)
-    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
-    assert read_metrics(run.folder / "metrics.jsonl")[-1]["reward/correct"] >= 0
+    _, [row] = trained(recipe_file, "name=gdpo")
+    assert row["reward/correct"] >= 0
     per_objective = sys.modules["my_fork.gdpo"].per_objective
     right, formatted = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).double(), torch.tensor([[0.0, 1.0], [5.0, 0.0]]).double()
     terms, weights = {"right": right, "formatted": formatted}, {"right": 1.0, "formatted": 0.5}
@@ -98,27 +100,21 @@ def test_examples_of_arguments_by_name_compute_what_they_say(recipe_file: Path) 
     assert torch.allclose(found, total / total.std(), atol=1e-5)
 
 
-def test_a_coroutine_reward_outside_the_package_is_awaited(recipe_file: Path) -> None:
-    command = next(command for command in COMMANDS if "name=judged" in command)
-    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
-    assert 0 <= read_metrics(run.folder / "metrics.jsonl")[-1]["reward/judge"] <= 1
-
-
-def test_a_run_learns_from_the_token_level_advantage(recipe_file: Path) -> None:
-    command = next(command for command in COMMANDS if "length_adaptive_gae" in command)
-    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
-    assert read_metrics(run.folder / "metrics.jsonl")[-1]["grad_norm"] > 0
+def test_a_coroutine_reward_is_awaited_and_a_token_level_advantage_is_learned_from(recipe_file: Path) -> None:
+    rewards = "'rewards=[{name: \"tiny_run:digits\"}, {name: my_fork.judge:judge, weight: 0.5}]'"
+    _, [row] = trained(recipe_file, "length_adaptive_gae", f"train.num_steps=1 {rewards}")
+    assert 0 <= row["reward/judge"] <= 1
+    assert row["grad_norm"] > 0
 
 
 def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
-    command = next(command for command in COMMANDS if "repeat" in command)
-    recipe = recipe_of(f"{command} rollout.draft_budget=3 train.num_steps=2", recipe_file)
-    drafted = run_training(recipe).folder
-    rows = read_metrics(drafted / "metrics.jsonl")
+    drafter = "rollout.draft_budget=3 train.num_steps=2"
+    _, rows = trained(recipe_file, "repeat", drafter)
     assert 1.5 < rows[-1]["engine/verified_per_decode_step"] <= 4
-    plain = load_recipe(recipe_file, ["rollout.drafter=none", "train.num_steps=2", "name=plain"])
-    expected = read_metrics(run_training(plain).folder / "metrics.jsonl")
-    assert [row["loss"] for row in rows[1:]] == [row["loss"] for row in expected[1:]]
+    _, expected = trained(
+        recipe_file, "repeat", f"{drafter} rollout.drafter=none rollout.drafter_options={{}} name=none"
+    )
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
 def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> None:
@@ -136,13 +132,11 @@ def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> Non
 
 def test_an_environment_outside_the_package_answers(recipe_file: Path) -> None:
     """A policy with random weights guesses badly, but every sample begins with the rules and every turn is answered."""
-    (command,) = [command for command in COMMANDS if "guessing" in command]
-    run = run_training(recipe_of(f"{command} train.num_steps=1 rollout.max_prompt_tokens=100", recipe_file))
-    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    folder, [row] = trained(recipe_file, "guessing", "train.num_steps=1 rollout.max_prompt_tokens=100")
     assert row["environment/own/no_number"] > 0
     assert row["environment/turns_mean"] >= 1
     assert row["tokens/model"] + row["tokens/observation"] == row["tokens/response"]
-    table = pyarrow.parquet.read_table(run.folder / "rollouts" / "step_000001.parquet").to_pylist()
+    table = pyarrow.parquet.read_table(folder / "rollouts" / "step_000001.parquet").to_pylist()
     assert all("Guess the number." in sample["prompt"] for sample in table)
     for sample in table:
         assert sample["num_turns"] == sample["segment_kinds"].count("model")

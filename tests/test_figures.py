@@ -61,23 +61,21 @@ def test_the_walkthrough_s_response_has_these_tokens(drawn: tuple[Recipe, Prompt
     assert tokenizer.decode(ids[13]) == "2", "the least certain token, the 14th"
 
 
-def test_the_walkthrough_s_rewards_and_advantages_follow_from_the_answers(drawn: tuple[Recipe, Prompt]) -> None:
+def test_the_walkthrough_s_rewards_and_advantages_follow_from_the_answers(
+    drawn: tuple[Recipe, Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers, rewards = found(r"the samples end in (.*), so the rewards are ([\d, ]+)\.", WALKTHROUGH)
     graded = [float(answer == drawn[1].answer) for answer in re.split(", | and ", answers)]
     assert graded == [float(reward) for reward in rewards.split(", ")]
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    drawn_ends = [re.findall(r" (\S+)∎$", sample)[0] for sample in import_module("drawings").SAMPLES]
+    assert drawn_ends == re.split(", | and ", answers), "those of the drawings"
     mean, deviation = found(r"the mean is ([\d.]+), the standard deviation ([\d.]+)\.", WALKTHROUGH)
     right, wrong = found(r" = ([\d.]+) for each of their tokens, the other \w+ (-[\d.]+)\.", WALKTHROUGH)
     values = torch.tensor(graded, dtype=torch.float64)
     assert (f"{values.mean():.3f}", f"{values.std():.4f}") == (mean, deviation)
     advantages = group_relative(values[None])[0].tolist()
     assert (f"{max(advantages):.4f}", f"{min(advantages):.4f}") == (right, wrong)
-
-
-def test_the_drawings_show_the_walkthrough_s_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "docs")
-    ends = [re.findall(r" (\S+)∎$", sample)[0] for sample in import_module("drawings").SAMPLES]
-    answers, _ = found(r"the samples end in (.*), so the rewards are ([\d, ]+)\.", WALKTHROUGH)
-    assert ends == re.split(", | and ", answers)
 
 
 def test_results_have_equal_weights_and_ratios_of_their_prices() -> None:

@@ -3,10 +3,10 @@
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from tiny_run import make_policy
 
 from srtrl.metrics import read_metrics
 from srtrl.recipe.fields import fields_of
@@ -49,20 +49,18 @@ def test_defaults_are_those_of_the_recipe() -> None:
             assert shown == default or float(shown) == float(default), key
 
 
-def test_the_ported_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ported_script_runs(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trl, (script,) = (re.findall(rf"```{kind}\n(.*?)```", TEXT, re.DOTALL) for kind in ("text", "python"))
     ast.parse(trl[0])
     monkeypatch.chdir(tmp_path)
-    (make_policy(Path("my_model")) / "chat_template.jinja").write_text(TEMPLATE)
+    (Path(shutil.copytree(policy, "my_model")) / "chat_template.jinja").write_text(TEMPLATE)
     rows = [{"prompt": [{"role": "user", "content": f"{n}+1?"}], "answer": str(n % 10)} for n in range(12)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for text, smaller in {'"num_steps": 100': '"num_steps": 2', '_new_tokens": 64': '_new_tokens": 8'}.items():
+    sizes = {'"num_steps": 100': '"num_steps": 2', '_new_tokens": 64': '_new_tokens": 8'}
+    for text, smaller in (sizes | {'"max_prompt_tokens": 128': '"max_prompt_tokens": 64'}).items():
         assert text in script
         script = script.replace(text, smaller)
-    exec(
-        compile(script.replace('"max_prompt_tokens": 128', '"max_prompt_tokens": 64'), "script", "exec"),
-        {"__name__": "__main__"},
-    )
+    exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     rows_logged = read_metrics(Path("runs/answers/metrics.jsonl"))
     assert [row["step"] for row in rows_logged] == [1, 2]
     assert "reward/has_answer" in rows_logged[0]

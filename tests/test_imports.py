@@ -74,16 +74,9 @@ def layer_of(name: str) -> int:
     raise AssertionError(f"{name} has no row in LAYERS")
 
 
-@pytest.fixture(scope="module")
-def graph() -> dict[str, set[str]]:
-    return graph_of({module_name(path): path.read_text() for path in FILES})
-
-
-def test_no_files_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+def test_files_import_from_those_above_them_only_and_in_no_circle() -> None:
+    graph = graph_of({module_name(path): path.read_text() for path in FILES})
     TopologicalSorter(graph).prepare()  # raises a CycleError
-
-
-def test_packages_import_from_those_above_them_only(graph: dict[str, set[str]]) -> None:
     upward = {
         (name, target)
         for name, targets in graph.items()

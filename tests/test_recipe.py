@@ -54,9 +54,6 @@ def test_reads_values_defaults_and_overrides(recipe_file: Path) -> None:
     assert recipe.rollout.num_prompts == 8
     assert [reward.weight for reward in recipe.rewards] == [1.0, 0.25]
     assert [reward.name for reward in load_recipe(recipe_file).rewards] == ["correct"]
-
-
-def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
     for text in ("1e-6", "1.e-6", "+1E-06"):
         assert load_recipe(with_line(recipe_file, f"  learning_rate: {text}")).train.learning_rate == 1e-6
 
@@ -67,21 +64,16 @@ def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
         ("  learning_rat: 1", "13: train.learning_rat: unknown key, did you mean `learning_rate`?"),
         ("  slots: 3", "13: train.slots: unknown key, did you mean `rollout.slots`?"),
         ("modle: {}", "13: modle: unknown key, did you mean `model`?"),
-        ("log: {colour: red}", "13: log.colour: unknown key; known here: trackers, project"),
         ("  mini_batch_prompts: '4'", '13: train.mini_batch_prompts: should be a valid integer, found "4"'),
-        ("  mini_batch_prompts: 4.0", "13: train.mini_batch_prompts: should be a valid integer, found 4.0"),
-        ("  learning_rate: -1", "13: train.learning_rate: should be greater than 0, found -1"),
         ("  learning_rate: .nan", "13: train.learning_rate: should be a finite number, found NaN"),
         ("  betas: [0.9, 1]", "13: train.betas.1: should be less than 1, found 1"),
         ("eval:", "13: eval: should be a section (key: value), found null"),
         ("rewards:\n- {weight: 2}", "14: rewards.0.name: is missing (A function in `srtrl/tasks/rewards.py`, or "),
         ("  num_steps: 4", '13:3: not valid YAML: while constructing a mapping, found duplicate key "num_steps" with'),
         ("  1: 4", "13: train.1: should be a text (quote it if it looks like a number), found 1"),
-        ("rewards: ]", "13:10: not valid YAML: while parsing a block node, expected the node content, but found ']'"),
         ("rewards: &a [*a]", "13:10: not valid YAML: an anchor (&a) is not supported: write the value out"),
         ("  x: !!python/object/apply:os.system [ls]", "13:6: not valid YAML: could not determine a constructor for "),
         (f"seed: {2**63}", "13: seed: should be less than 9223372036854775808, found 9223372036854775808"),
-        ("  learning_rate: 1e999", "13: train.learning_rate: should be a finite number, found Infinity"),
         ("output_dir: null", "13: output_dir: should be a text (quote it if it looks like a number), found null"),
     ],
 )
@@ -90,43 +82,19 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
     assert found.startswith(f"recipe.yaml:{error}")
 
 
-@pytest.mark.parametrize(
-    ("override", "error"),
-    [
-        ("train.num_step=4", "train.num_step: unknown key, did you mean `num_steps`?"),
-        ("train.num_steps='4'", 'train.num_steps: should be a valid integer, found "4"'),
-        ("train.num_steps=", "no value; write train.num_steps=null for none or train.num_steps=\"''\" for an empty"),
-        (f"name={'x' * 201}", 'name: should have at most 200 characters, found "xxx'),
-        ("task.options.x=\x01", "not valid YAML: unacceptable character #x0001"),
-        ("train.num_steps=[", "not valid YAML: while parsing a flow node, expected the node content, but found "),
-        ("train..num_steps=1", "expected section.key=value"),
-        ("train.num_steps.x=1", "train.num_steps: is 3, which has no item `x`"),
-        ("rewards.0.weight=2", 'rewards: should be a valid list, found {"0": {"weight": 2}}'),
-        ("rollout.draft_budget=-1", "rollout.draft_budget: should be 'auto' or should be greater than or equal to 0, "),
-    ],
-)
-def test_override_errors_name_the_override(recipe_file: Path, override: str, error: str) -> None:
-    (found,) = errors_of(recipe_file, override)
-    assert found.startswith(f"override `{override}`: {error}")
+@pytest.mark.parametrize("text", ["", "[1, 2]", "just text"])
+def test_a_file_that_is_no_mapping_is_refused(recipe_file: Path, text: str) -> None:
+    recipe_file.write_text(text)
+    (error,) = errors_of(recipe_file)
+    assert error.startswith("recipe.yaml: expected a mapping of sections, found ")
 
 
-@pytest.mark.parametrize("text", [None, "", "[1, 2]", "just text"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "recipe.yaml"
-    if text is not None:
-        path.write_text(text)
-    (error,) = errors_of(path)
-    reason = "cannot read the recipe: " if text is None else "expected a mapping of sections, found "
-    assert error.startswith(f"recipe.yaml: {reason}")
-
-
-def test_a_value_is_located_at_its_line_or_its_override(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("a: {x: 1, y: 2}\nb:\n  y: 3\n")
-    source = read_source(path, ["a.x=5"])
+def test_a_value_is_located_at_its_line_or_its_override(recipe_file: Path) -> None:
+    recipe_file.write_text("a: {x: 1, y: 2}\nb:\n  y: 3\n")
+    source = read_source(recipe_file, ["a.x=5"])
     assert source.data == {"a": {"x": 5, "y": 2}, "b": {"y": 3}}
     keys = ("a.x", "a.y", "b.y", "b.y.unknown")
-    assert [source.locate(key) for key in keys] == ["override `a.x=5`", f"{path}:1", f"{path}:3", f"{path}:3"]
+    assert [source.locate(key).replace(str(recipe_file), "") for key in keys] == ["override `a.x=5`", ":1", ":3", ":3"]
 
 
 NAMES: dict[str, str] = read_yaml(FOREIGN_NAMES.read_text(), "names")[0]
@@ -148,48 +116,15 @@ def test_an_option_of_another_trainer_is_translated(recipe_file: Path) -> None:
             assert problem.message == f"unknown key, of another trainer: {meant}"
             keys = re.findall(r"\b(?:model|rollout|algorithm|train|eval|log)\.[a-z_]+(?:\.[a-z_]+)*", meant)
             assert set(keys) <= {*fields, "algorithm.loss_options.ratio_cap"}
-            assert (
-                keys
-                or "task.options" in meant
-                or "srtrl" in meant
-                or "docs/" in meant
-                or "leave it out" in meant
-                or "rewards" in meant
-            )
+            assert keys or re.search(r"task\.options|srtrl|docs/|leave it out|rewards", meant)
     assert not {key.rpartition(".")[2] for key in fields} & NAMES.keys() - {"top_p", "top_k"}
 
 
-@pytest.mark.parametrize(
-    ("override", "hint"),
-    [
-        ("num_train_epochs=3", "set train.num_steps to rows x passes / rollout.num_prompts"),
-        ("train.num_train_epochs=3", "set train.num_steps to rows x passes / rollout.num_prompts"),
-        ("algorithm.epsilon=0.2", "set both algorithm.clip_low and algorithm.clip_high"),
-        ("rollout.top_p=0.9", "srtrl has no top_p in training"),
-        ("train.logging_steps=5", "leave it out, every step is logged"),
-        ("learning_rate=1e-5", "did you mean `train.learning_rate`?"),
-        ("weight_decay=0.1", "did you mean `train.weight_decay`?"),
-        ("max_grad_norm=0.1", "did you mean `train.max_grad_norm`?"),
-        ("gradient_checkpointing=true", "did you mean `model.gradient_checkpointing`?"),
-        ("mini_batch_prompts=4", "did you mean `train.mini_batch_prompts`?"),
-        ("train.some_steps=5", "unknown key; known here: num_steps, "),
-        ("actor_rollout_ref.rollout.n=5", "a section of verl"),
-    ],
-)
-def test_a_hint_never_has_another_meaning(recipe_file: Path, override: str, hint: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(hint)):
-        load_recipe(recipe_file, [override])
-
-
-def test_missing_sections_and_keys_are_all_listed(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("name: test\nmodel: {path: x}\ntask: {name: math}\nrollout:\n  num_prompts: 8\n")
+def test_missing_keys_and_impossible_combinations_are_all_listed(recipe_file: Path) -> None:
+    recipe_file.write_text("name: test\nmodel: {path: x}\ntask: {name: math}\nrollout:\n  num_prompts: 8\n")
     keys = ["4: rollout.num_samples", "4: rollout.max_prompt_tokens", "4: rollout.max_new_tokens"]
-    expected = [*(f"recipe.yaml:{key}: is missing (" for key in keys), "recipe.yaml: train: is missing ("]
-    assert [error.partition("(")[0] + "(" for error in errors_of(path)] == expected
-
-
-def test_several_impossible_combinations_are_all_listed(recipe_file: Path) -> None:
+    expected = [*(f"recipe.yaml:{key}: is missing " for key in keys), "recipe.yaml: train: is missing "]
+    assert [error.partition("(")[0] for error in errors_of(recipe_file)] == expected
     lines = "  mini_batch_prompts: 5\n  micro_batch_tokens: 5"
     errors = errors_of(with_line(recipe_file, lines), "rollout.max_draws=1")
     places = [error.split(": ")[0] for error in errors]
@@ -207,7 +142,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(
     options=st.dictionaries(texts, plain, max_size=4), rate=st.floats(1e-30, 1e9), stops=st.lists(texts.filter(bool))
 )
