@@ -37,8 +37,8 @@ train: $(STAMP) ## Run a recipe: make train RECIPE=recipes/grpo_gsm8k.yaml ARGS=
 test: $(STAMP) ## The tests that need neither network nor GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
-test-slow: $(STAMP) ## The tests that take minutes each
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+test-slow: $(STAMP) ## All tests that need no GPU, also those that take minutes, and 200 examples of each property
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "not gpu" --numprocesses 2 --dist loadgroup $(ARGS)
 
 check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check

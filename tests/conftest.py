@@ -8,9 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
+from srtrl.engine.engine import compile_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 
 if not torch.cuda.is_available():
@@ -23,6 +25,18 @@ if find_spec("triton") is None:  # there is none for macOS, no CUDA path to test
     ]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+hypothesis.settings.register_profile("default", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=200, deadline=None)  # of `make test-slow`
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the CPU kernels, or find them in the cache, before the workers start: else each would compile them."""
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        set_cpu_threads(1)
+        compile_kernels(with_head=True)
 
 
 @pytest.hookimpl(tryfirst=True)
