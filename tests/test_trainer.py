@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_update_errors import CALLS, flawed
 from tiny_run import learned_rows, make_recipe, open_run, train
+from update_cases import CALLS, flawed
 
 import srtrl
 from srtrl.drafters.srt import Drafter
