@@ -361,12 +361,9 @@ def test_data_order_is_a_permutation_in_each_epoch(num_prompts: int, seed: int, 
 
 
 def test_data_order_depends_on_seed_and_epoch() -> None:
-    epochs = [
-        [order.prompt_of(draw) for draw in range(start, start + 50)]
-        for order in (DataOrder(50, 0), DataOrder(50, 1))
-        for start in (0, 50)
-    ]
-    assert len(set(map(tuple, epochs))) == 4
+    orders = DataOrder(50, 0), DataOrder(50, 1)
+    epochs = {tuple(map(order.prompt_of, range(start, start + 50))) for order in orders for start in (0, 50)}
+    assert len(epochs) == 4
     with pytest.raises(ValueError, match="no training prompts"):
         DataOrder(0, 0)
 
@@ -381,18 +378,17 @@ def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
 
 
 def test_learning_rate() -> None:
-    def rates(schedule: Any, warmup: int = 4) -> list[float]:
+    def rates(schedule: str, warmup: int = 4) -> list[float]:
         """Of three training steps with four optimizer steps each."""
-        train = {"num_steps": 3, "learning_rate": 1.0, "warmup_steps": warmup, "schedule": schedule}
-        recipe = make_recipe(Path(), Path(), **{f"train__{name}": value for name, value in train.items()})
-        return [learning_rate_at(recipe.policy_updates, step, number) for step in (1, 2, 3) for number in range(4)]
+        changes = {"train__num_steps": 3, "train__learning_rate": 1.0, "train__warmup_steps": warmup}
+        plan = make_recipe(Path(), Path(), train__schedule=schedule, **changes).policy_updates
+        return [learning_rate_at(plan, step, number) for step in (1, 2, 3) for number in range(4)]
 
-    assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates("constant")[4:] == [1.0] * 8
-    assert rates("linear")[4:] == pytest.approx([1 - step / 8 for step in range(8)])
+    warm_up = [0.2, 0.4, 0.6, 0.8]
+    assert rates("constant") == pytest.approx([*warm_up, *[1.0] * 8])
+    assert rates("linear") == pytest.approx([*warm_up, *(1 - step / 8 for step in range(8))])
     assert rates("cosine")[8] == pytest.approx(0.5)
     assert rates("cosine", warmup=0)[0] == 1.0
-    assert min(rates("linear")) > 0
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(
