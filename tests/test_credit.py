@@ -48,7 +48,7 @@ def random_sequences(groups: Sequence[RolloutGroup], seed: int) -> list[TrainSeq
 def credit_of(groups: Sequence[RolloutGroup], seed: int | None = None, **options: Any) -> Credit:
     """Of the groups' sequences; `seed` is that of a random reference and critic. Options are of `algorithm`."""
     sequences = train_sequences(groups) if seed is None else random_sequences(groups, seed)
-    critic = {"critic": {}} if options.get("advantage") == "gae" else {}
+    critic: dict[str, Any] = {"critic": {}} if options.get("advantage") == "gae" else {}
     return assign_credit(groups, sequences, make_recipe(algorithm={"clip_high": 0.3, "kl": {}} | options, **critic))
 
 
@@ -185,14 +185,10 @@ SEEN: list[dict[str, Any]] = []
 
 
 @token_level
-def looks_around(rewards: Tensor, values: Tensor, mask: Tensor, **options: Any) -> Tensor:
+def looks_around(rewards: Tensor, values: Tensor, mask: Tensor, *, lengths: Tensor, **options: Any) -> Tensor:
     """Not a number in the padding must not matter."""
-    SEEN.append({"rewards": rewards, "values": values, "mask": mask, **options})
+    SEEN.append({"rewards": rewards, "values": values, "mask": mask, "lengths": lengths, **options})
     return torch.where(mask, 1.0, math.nan).float()
-
-
-def asks(rewards: Tensor, *, bonus: float, **others: Any) -> Tensor:
-    return rewards + bonus
 
 
 def asks_by_name(
@@ -204,17 +200,11 @@ def asks_by_name(
     correct: Tensor,
     prompt_ids: list[str],
     step: int,
+    bonus: float,
+    **others: Any,
 ) -> Tensor:
     SEEN.append({name: value for name, value in locals().items() if name != "rewards"})
-    return rewards
-
-
-@token_level
-def asks_by_token(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float, lengths: Tensor
-) -> Tensor:
-    SEEN.append({"lengths": lengths})
-    return rewards
+    return rewards + bonus
 
 
 def test_an_advantage_gets_padded_rows_what_it_declares_and_its_options() -> None:
@@ -222,12 +212,11 @@ def test_an_advantage_gets_padded_rows_what_it_declares_and_its_options() -> Non
     groups = two_groups()
     credit = credit_of(groups, advantage="test_credit:looks_around", gamma=0.5, lam=0.25)
     assert tokens_of(credit) == [[1.0] * 3, [1.0], [1.0], [1.0] * 2]
-    credit = credit_of(groups, advantage="test_credit:asks", advantage_options={"bonus": 0.5})
+    options = {"algorithm__advantage": "test_credit:asks_by_name", "algorithm__advantage_options": {"bonus": 0.5}}
+    recipe = make_recipe(rewards=[{"name": "a:f", "weight": 2.0}], **options)
+    credit = assign_credit(groups, train_sequences(groups), recipe, step=12)
     assert list(credit.advantages.values()) == [1.5, 2.5, 3.5, 4.5]
-    recipe = make_recipe(algorithm__advantage="test_credit:asks_by_name", rewards=[{"name": "a:f", "weight": 2.0}])
-    assign_credit(groups, train_sequences(groups), recipe, step=12)
-    credit_of(groups, advantage="test_credit:asks_by_token")
-    by_row, by_name, by_token = SEEN
+    by_row, by_name = SEEN
 
     assert by_row["rewards"].tolist() == [[0, 0, 1], [2, 0, 0], [3, 0, 0], [0, 4, 0]]
     assert by_row["rewards"].dtype == torch.float64
@@ -242,7 +231,7 @@ def test_an_advantage_gets_padded_rows_what_it_declares_and_its_options() -> Non
     assert by_name["correct"].flatten().tolist() == [grade.outcome == "correct" for grade in grades]
     assert (by_name["reward_weights"], by_name["step"]) == ({"f": 2.0}, 12)
     assert by_name["prompt_ids"] == [each.prompt.prompt_id for each in groups]
-    assert by_token["lengths"].tolist() == [3, 1, 1, 2]
+    assert by_row["lengths"].tolist() == [3, 1, 1, 2]
 
 
 @token_level
@@ -281,12 +270,12 @@ def test_cut_samples_count_in_the_baseline_and_are_not_learned_from() -> None:
     whole = credit_of(groups)
     credit = credit_of(groups, overlong_filtering=True)
     assert credit.advantages == {sample: whole.advantages[sample] for sample in [(0, 0), (0, 1), (1, 1)]}
-    metrics = {"groups/zero_advantage_share": pytest.approx(1 / 3), "samples/overlong_dropped": 3}
-    assert (whole.metrics | {"samples/overlong_dropped": 3}, credit.metrics) == (metrics, metrics)
+    assert whole.metrics == {"groups/zero_advantage_share": pytest.approx(1 / 3)}
+    assert credit.metrics == whole.metrics | {"samples/overlong_dropped": 3}
     assert [one.draw_index for one in credit.sequences] == [0, 0, 1]
     assert tokens_of(credit) == [tokens_of(whole)[index] for index in (0, 1, 3)]
     nothing = credit_of(groups[2:], overlong_filtering=True)
-    metrics = {"groups/zero_advantage_share": 1.0, "samples/overlong_dropped": 2}
+    metrics = {"groups/zero_advantage_share": 1.0, "samples/overlong_dropped": 2.0}
     assert nothing == Credit(sequences=[], advantages={}, metrics=metrics)
 
 

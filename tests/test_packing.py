@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from srtrl.types import TrainSequence
 def make_sequence(num_prompt: int, num_response: int, seed: int, with_optional: bool = True) -> TrainSequence:
     rng = np.random.default_rng(seed)
     names = PER_TOKEN if with_optional else ("rollout_logprobs", "advantages", "old_logprobs")
+    per_token: dict[str, Any] = {name: rng.standard_normal(num_response).astype(np.float32) for name in names}
     return TrainSequence(
         token_ids=rng.integers(1000, size=num_prompt + num_response),
         targets=np.arange(num_prompt, num_prompt + num_response),
         draw_index=seed,
-        **{name: rng.standard_normal(num_response).astype(np.float32) for name in names},
+        **per_token,
     )
 
 
