@@ -33,8 +33,11 @@ from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingStoppedError
 
-QUICK = {"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000}
-"""One micro-batch a step."""
+QUICK: dict[str, Any] = {
+    **{"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000},
+    **{"eval__before_and_after": False, "eval__every_steps": None},
+}
+"""One micro-batch per step, and no evaluation."""
 
 
 def learned(folder: Path) -> list[dict[str, float]]:
@@ -139,7 +142,7 @@ def test_evaluation_logging_and_slots_do_not_disturb_training(
     policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
     rewards = [{"name": "correct", "weight": 0.5}, {"name": "format"}]  # `digits` draws from the global generator
-    plain = {"train__num_steps": 2, "rewards": rewards, "eval__before_and_after": False, "eval__every_steps": None}
+    plain = {**QUICK, "train__num_steps": 2, "rewards": rewards}
     quiet = train(make_recipe(policy, tmp_path / "quiet", **plain))
     busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
     loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
@@ -262,7 +265,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
 ) -> None:
     end_step = Mock()
     monkeypatch.setattr(Drafter, "end_step", end_step)
-    result = train(make_recipe(policy, tmp_path, train__num_steps=2, rollout__drafter="srt", **changes))
+    result = train(make_recipe(policy, tmp_path, train__num_steps=2, rollout__drafter="srt", **QUICK, **changes))
     assert end_step.call_count >= 2, "history and run-aheads are those of another step all the same"
     _, *steps = rows = read_metrics(result.folder / "metrics.jsonl")
     for row in steps:
