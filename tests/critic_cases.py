@@ -10,7 +10,6 @@ from padded_update import padded_forward
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 
-from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import Recipe
 from srtrl.trainer.critic import Critic, ValueObjective
@@ -60,8 +59,3 @@ def make_critic(model: ValueModel, recipe: Recipe) -> tuple[Critic, RecordingSGD
     assert recipe.critic is not None
     optimizer = RecordingSGD(model)
     return Critic(objective=ValueObjective(model, recipe.critic), optimizer=optimizer), optimizer
-
-
-def untied_body(dtype: torch.dtype = torch.float32) -> Transformer:
-    """A policy with an output head of its own."""
-    return make_policy(dtype=dtype, tied=False)

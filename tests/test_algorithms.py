@@ -1,16 +1,244 @@
-"""Estimators of the KL, its control, filters, and the signatures of everything that a recipe can name."""
+"""Losses, advantages, reductions and filters: what they promise, edge cases by hand, and papers' formulas in loops.
+
+Values and gradients of the losses are compared with other code in `test_update.py` (padded batches) and
+`test_trl_parity.py`; the loops are in `algorithm_reference.py`.
+"""
 
 import inspect
+import math
+from collections.abc import Callable
 
+import algorithm_reference as reference
+import numpy as np
 import pytest
 import torch
+from algorithm_reference import Ragged, RaggedBatch, packed, padded, random_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from padded_update import LOSSES
 from torch import Tensor
 
-from srtrl.algorithms import reductions
-from srtrl.algorithms.advantages import is_token_level
+from srtrl.algorithms import advantages, losses, reductions
+from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
 from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
+
+
+# --- Losses -----------------------------------------------------------------------------------------------------------
+
+
+def our_losses(
+    name: str, batch: RaggedBatch, new: Tensor, *, low: float = 0.2, high: float = 0.3, **options: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = resolve_part("algorithm.loss", name)
+    old, given = packed(batch.old), packed(batch.advantages)
+    token_loss, metrics = loss(new, old, given, batch.sequence_index, clip_low=low, clip_high=high, **options)
+    assert isinstance(token_loss, Tensor)
+    return token_loss, metrics
+
+
+@pytest.mark.parametrize("name", list_parts("algorithm.loss"))
+def test_unchanged_weights_give_the_policy_gradient(name: str) -> None:
+    """At ratio 1 every loss has REINFORCE's gradient under GRPO's reduction, for any clip range."""
+    assert name in LOSSES, "it needs a formula in the padded update"
+    batch = random_batch(5)
+    num_sequences = len(batch.lengths)
+    weights = packed([np.full(length, 1 / (length * num_sequences)) for length in batch.lengths])
+    new = packed(batch.old).requires_grad_()
+    for low, high in ((0.2, 0.3), (0.0, 0.0), (1.0, 4.0)):
+        token_loss, metrics = our_losses(name, batch, new, low=low, high=high)
+        (gradient,) = torch.autograd.grad((token_loss * weights).sum(), new)
+        torch.testing.assert_close(gradient, -packed(batch.advantages) * weights, rtol=1e-12, atol=0.0)
+        assert all(not bool(metric.any()) for metric in metrics.values())
+
+
+def test_a_ratio_exactly_at_the_clip_keeps_its_gradient() -> None:
+    """1 + clip_high = 1.5 and 1 - clip_low = 0.5 are exact in binary; the next number beyond has no gradient."""
+    new = torch.tensor([1.5, np.nextafter(1.5, 2), 0.5, np.nextafter(0.5, 0), 1.5, 0.5], dtype=F64)
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0, 2.0], dtype=F64)
+    ratio = new.clone().requires_grad_()
+    token_loss, metrics = losses._clipped(ratio, advantages, 0.5, 0.5)
+    assert torch.autograd.grad(token_loss.sum(), ratio)[0].tolist() == [-2.0, 0.0, 2.0, 0.0, 2.0, -2.0]
+    assert metrics["clip_share/high"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert metrics["clip_share/low"].tolist() == [0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "gspo_token"])
+def test_clip_metrics_mark_exactly_the_tokens_without_gradient(name: str) -> None:
+    batch = random_batch(9, spread=1.5)
+    new = packed(batch.new).requires_grad_()
+    options = {"ratio_cap": 1.5} if name == "dual_clip" else {}
+    token_loss, metrics = our_losses(name, batch, new, **options)
+    (gradient,) = torch.autograd.grad(token_loss.sum(), new)
+    marked = torch.stack(list(metrics.values())).sum(dim=0)
+    assert 0 < marked.sum() < len(marked)
+    assert marked.max() == 1
+    assert torch.equal(gradient == 0, marked == 1)
+
+
+def test_a_cap_of_at_most_one_is_refused() -> None:
+    batch = random_batch(0)
+    for cap in (1.0, -3.0, math.nan):
+        with pytest.raises(ValueError, match=r"^algorithm.loss_options.ratio_cap: expected a number above 1, found "):
+            our_losses("dual_clip", batch, packed(batch.new), ratio_cap=cap)
+
+
+def test_gspo_ratios_of_long_sequences_are_exact_in_float32() -> None:
+    """8,192 tokens, a mean log-ratio of 1e-4: within 1e-3 of it, where the clip range (3e-4) is decided."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(8192, generator=generator, dtype=F64) * 3
+    difference = 1e-4 + 0.3 * torch.randn(8192, generator=generator, dtype=F64)
+    difference += 1e-4 - difference.mean()
+    new, old_float = (old + difference).float(), old.float()
+    ones, index = torch.ones(8192), torch.zeros(8192, dtype=torch.int64)
+    token_loss, _ = losses.gspo(new, old_float, ones, index, clip_low=0.2, clip_high=0.2)
+    exact = (new.double() - old_float.double()).mean().exp().item()
+    assert -token_loss[0].item() == pytest.approx(exact, abs=1.2e-7)
+    assert exact == pytest.approx(1.0001, abs=1e-7)
+
+
+def test_cispo_clips_weights_and_keeps_every_gradient() -> None:
+    new = torch.tensor([2.0, -3.0, 0.1], dtype=F64, requires_grad=True)
+    zeros, ones, index = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64), torch.arange(3)
+    for low, smallest in ((0.5, 0.5), (1.0, np.exp(-3.0))):
+        token_loss, metrics = losses.cispo(new, zeros, ones, index, clip_low=low, clip_high=4.0)
+        gradient = torch.autograd.grad(token_loss.sum(), new)[0]
+        assert gradient.tolist() == pytest.approx([-5.0, -smallest, -np.exp(0.1)])
+        assert metrics["clip_share/high"].tolist() == [1, 0, 0]
+        assert metrics["clip_share/low"].tolist() == [0, float(low < 1), 0]
+
+
+def test_the_value_clip_at_its_edges() -> None:
+    """Old value 0, clip 0.5, return 2: moving towards the return loses the gradient beyond 0.5, away never."""
+    values = torch.tensor([0.5, 0.5 + 1e-9, -3.0, 0.0], dtype=F64, requires_grad=True)
+    zeros = torch.zeros(4, dtype=F64)
+    loss, metrics = losses.clipped_value(values, zeros, zeros + 2, torch.arange(4), value_clip=0.5)
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [-1.5, 0.0, -5.0, -2.0]
+    assert metrics["clip_share/value"].tolist() == [0, 1, 0, 0]
+    assert loss.tolist() == pytest.approx([1.125, 1.125, 12.5, 2.0], rel=1e-12)
+
+
+def test_importance_weights_of_equal_logprobs_are_one_and_overflow_is_capped() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -300.0])
+    assert torch.equal(losses.truncated_weights(logprobs, logprobs, cap=2.0), torch.ones(3))
+    far = losses.truncated_weights(logprobs + 1000, logprobs, cap=2.0)
+    assert torch.equal(far, torch.full((3,), 2.0))
+
+
+def test_sums_and_means_of_sequences() -> None:
+    """Tokens of a sequence stand anywhere, and its number is any number."""
+    numbers = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
+    index = torch.tensor([5, 2, 5, 0])
+    assert losses.sequence_sums(numbers, index).tolist() == [4.0, 2.0, 4.0, 10.0]
+    means = losses.sequence_means(numbers, index)
+    assert means.tolist() == [2.0, 2.0, 2.0, 10.0]
+    (gradient,) = torch.autograd.grad((means * torch.tensor([1.0, 10.0, 3.0, 5.0])).sum(), numbers)
+    assert gradient.tolist() == [2, 10, 2, 5]
+
+
+# --- Advantages ------------------------------------------------------------------------------------------------------
+
+Advantage = Callable[..., Tensor]
+GROUP_FUNCTIONS = [advantages.group_relative, advantages.group_centered, advantages.leave_one_out]
+
+
+numbers = st.floats(-3, 3).map(lambda number: round(number, 3))
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> tuple[Ragged, Ragged]:
+    """Rewards and values of 1 to 5 responses of 1 to 6 tokens."""
+    rows = [st.lists(numbers, min_size=length, max_size=length) for length in draw(lengths)]
+    return [np.array(draw(row)) for row in rows], [np.array(draw(row)) for row in rows]
+
+
+def group_formula(function: Advantage, rewards: list[float]) -> list[float]:
+    """One group by the paper: GRPO section 4.1.2 (divisor S - 1, 1e-6), Dr. GRPO, RLOO."""
+    mean = sum(rewards) / len(rewards)
+    if function is advantages.leave_one_out:
+        others = [[r for j, r in enumerate(rewards) if j != i] for i in range(len(rewards))]
+        return [r - sum(rest) / len(rest) for r, rest in zip(rewards, others, strict=True)]
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean) / (deviation + 1e-6 if function is advantages.group_relative else 1) for r in rewards]
+
+
+@pytest.mark.parametrize("function", GROUP_FUNCTIONS)
+def test_group_advantages_equal_the_formula_and_are_exactly_zero_for_equal_rewards(function: Advantage) -> None:
+    for shape in ((1, 2), (3, 5), (40, 8)):
+        rewards = np.random.default_rng(shape[0]).standard_normal(shape)
+        found = function(torch.from_numpy(rewards))
+        expected = torch.tensor([group_formula(function, list(map(float, row))) for row in rewards], dtype=F64)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found.sum(dim=1), torch.zeros(shape[0], dtype=F64), rtol=0.0, atol=1e-12)
+    for dtype in (torch.float32, F64):
+        equal = torch.tensor([0.1, -3.3, 1e-8, 1e8, 0.0], dtype=dtype)[:, None].expand(5, 7)
+        found = function(equal)
+        assert found.dtype == dtype
+        assert torch.equal(found, torch.zeros(5, 7, dtype=dtype))
+
+
+def token_advantages(
+    function: Advantage, rewards: Ragged, values: Ragged, gamma: float, lam: float, padding: float = 0.0
+) -> Tensor:
+    """Of one of our functions: [B, L], with `padding` behind the ends of its inputs."""
+    rows, mask = padded(rewards, padding)
+    baseline, _ = padded(values, padding)
+    given = rows.clone()
+    found = function(rows, baseline, mask, group_index=torch.arange(len(rewards)), gamma=gamma, lam=lam)
+    assert torch.equal(rows.nan_to_num(), given.nan_to_num()), "the caller's rewards were changed"
+    assert isinstance(found, Tensor)
+    assert found.dtype == F64
+    assert bool((found[~mask] == 0).all())
+    return found
+
+
+paddings = st.sampled_from([0.0, 1e6, math.nan, math.inf])
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    rows=ragged_rows(),
+    gamma=st.sampled_from([1.0, 0.99, 0.5, 0.0]),
+    lam=st.sampled_from([1.0, 0.95, 0.3, 0.0]),
+    padding=paddings,
+)
+def test_token_level_advantages_equal_the_closed_forms(
+    rows: tuple[Ragged, Ragged], gamma: float, lam: float, padding: float
+) -> None:
+    """GAE's recursion, and REINFORCE++'s whitened returns."""
+    rewards, values = rows
+    found = token_advantages(advantages.gae, rewards, values, gamma, lam, padding)
+    expected, _ = padded(reference.gae(rewards, values, gamma, lam))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    found = token_advantages(advantages.reinforce_plus_plus, rewards, values, gamma, 1.0, padding)
+    returns = reference.returns_to_go(rewards, gamma)
+    tokens = np.concatenate(returns)
+    if (tokens == tokens[0]).all():
+        assert torch.equal(found, torch.zeros_like(found))
+    elif np.ptp(tokens) > 1e-9:  # below it the sums differ by rounding alone
+        torch.testing.assert_close(found, padded(reference.whiten(returns))[0], rtol=1e-9, atol=1e-9)
+
+
+def test_equal_numbers_are_whitened_to_exactly_zero() -> None:
+    """A single token among them: it has no standard deviation."""
+    for number in (0.1, -7.7, 1e8, 0.0):
+        for rows in ([np.array([number])], [np.full(5, number), np.array([number])]):
+            values, mask = padded(rows)
+            assert torch.equal(whiten(values, mask), torch.zeros_like(values))
+            assert whiten(values.float(), mask).dtype == torch.float32
+
+
+def test_marks_say_how_an_advantage_is_called() -> None:
+    functions = {name: getattr(advantages, name) for name in list_parts("algorithm.advantage")}
+    token_level = {"gae", "reinforce_plus_plus"}
+    assert set(functions) == token_level | {function.__name__ for function in GROUP_FUNCTIONS}
+    assert {name for name, function in functions.items() if is_token_level(function)} == token_level
+    assert [name for name, function in functions.items() if needs_critic(function)] == ["gae"]
+
+
+# --- Estimators of the KL, filters, and the signatures of everything that a recipe can name ---------------------------
 
 
 def test_k3_keeps_small_differences() -> None:
@@ -28,17 +256,17 @@ def test_what_the_estimators_and_their_gradients_estimate() -> None:
     """Expectations over all tokens of a small vocabulary, exactly: what `reductions.py` says of bias and gradients."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, generator=generator, dtype=F64).requires_grad_()
-    reference = torch.randn(7, generator=generator, dtype=F64)
+    other = torch.randn(7, generator=generator, dtype=F64)
     probs = logits.detach().softmax(-1)
-    forward = torch.autograd.grad(exact_kl(logits, reference), logits)[0]
-    backward = torch.autograd.grad(exact_kl(reference, logits), logits)[0]
-    true_kl = exact_kl(logits, reference).item()
+    forward = torch.autograd.grad(exact_kl(logits, other), logits)[0]
+    backward = torch.autograd.grad(exact_kl(other, logits), logits)[0]
+    true_kl = exact_kl(logits, other).item()
     for estimator, gradient in (
         (reductions.k1, torch.zeros(7, dtype=F64)),
         (reductions.k2, forward),
         (reductions.k3, backward),
     ):
-        mean = (probs * estimator(logits.log_softmax(-1), reference.log_softmax(-1))).sum()
+        mean = (probs * estimator(logits.log_softmax(-1), other.log_softmax(-1))).sum()
         torch.testing.assert_close(torch.autograd.grad(mean, logits)[0], gradient, rtol=1e-12, atol=1e-14)
         assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not reductions.k2)
 

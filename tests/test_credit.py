@@ -35,27 +35,25 @@ def random_groups(seed: int, num_groups: int = 4, num_samples: int = 3) -> list[
     ]
 
 
-def random_sequences(groups: Sequence[RolloutGroup], seed: int, *, with_values: bool = False) -> list[TrainSequence]:
-    """The groups' sequences with a random reference and, if asked for, a random critic."""
+def random_sequences(groups: Sequence[RolloutGroup], seed: int) -> list[TrainSequence]:
+    """The groups' sequences with a random reference and a random critic."""
     rng = np.random.default_rng(seed)
-    plain = train_sequences(groups)
-    noises = [rng.normal(scale=0.5, size=len(s.rollout_logprobs)).astype(np.float32) for s in plain]
-    sequences = [replace(s, ref_logprobs=s.rollout_logprobs + noise) for s, noise in zip(plain, noises, strict=True)]
-    if not with_values:
-        return sequences
-    return [
-        replace(sequence, values=rng.normal(size=len(sequence.rollout_logprobs)).astype(np.float32))
-        for sequence in sequences
-    ]
+    sequences = []
+    for plain in train_sequences(groups):
+        noise, values = rng.normal(size=(2, len(plain.rollout_logprobs))).astype(np.float32)
+        sequences.append(replace(plain, ref_logprobs=plain.rollout_logprobs + noise / 2, values=values))
+    return sequences
 
 
-def credit_of(
-    groups: Sequence[RolloutGroup],
-    sequences: Sequence[TrainSequence] | None = None,
-    **options: Any,
-) -> Credit:
-    given = train_sequences(groups) if sequences is None else sequences
-    return assign_credit(groups, given, make_recipe(**options))
+def credit_of(groups: Sequence[RolloutGroup], seed: int | None = None, **options: Any) -> Credit:
+    """Of the groups' sequences; `seed` is that of a random reference and critic. Options are of `algorithm`."""
+    sequences = train_sequences(groups) if seed is None else random_sequences(groups, seed)
+    critic: dict[str, Any] = {"critic": {}} if options.get("advantage") == "gae" else {}
+    return assign_credit(groups, sequences, make_recipe(algorithm={"clip_high": 0.3, "kl": {}} | options, **critic))
+
+
+def tokens_of(credit: Credit) -> list[list[float]]:
+    return [sequence.advantages.tolist() for sequence in credit.sequences]
 
 
 def estimate(estimator: str, new: float, ref: float) -> float:
@@ -80,6 +78,10 @@ def token_rewards(
     return rewards
 
 
+def two_groups() -> list[RolloutGroup]:
+    return [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
+
+
 # ---- filters ----
 
 
@@ -91,32 +93,28 @@ def one_number(rewards: Tensor, correct: Tensor) -> Tensor:
     return torch.tensor(True)
 
 
-def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
-    """Rewards may differ where all are wrong (a length penalty), and be equal where one is right."""
-    groups = [group(0, [0.0, -0.1]), group(1, [0.5, 0.5], correct=[1]), group(2, [1.0, 0.9], correct=[0, 1])]
-    assert [kept.draw_index for kept in filter_groups(groups, ["drop_all_right_or_wrong"])] == [1]
-    assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [0, 2]
-    assert filter_groups(groups, ["drop_uniform", "drop_all_right_or_wrong"]) == []
-    assert filter_groups(groups, ["drop_uniform", "test_credit:drop_all", "drop_uniform"]) == []
-    assert filter_groups(groups, []) == groups
-
-
-def test_a_filter_must_say_something_of_each_group() -> None:
-    with pytest.raises(ValueError, match=r"algorithm\.filters: test_credit:one_number must return a bool for each of"):
-        filter_groups([group(0, [1.0, 0.0])], ["test_credit:one_number"])
-
-
-# ---- sequence-level advantages ----
-
-
 def at_least(rewards: Tensor, correct: Tensor, *, limit: float) -> Tensor:
     return rewards.mean(dim=1) >= limit
 
 
-def test_a_filter_gets_the_options_that_it_declares() -> None:
-    groups = [group(0, [1.0, 0.0]), group(1, [3.0, 1.0])]
-    kept = filter_groups(groups, ["drop_uniform", "test_credit:at_least"], {"limit": 1.0})
-    assert [each.draw_index for each in kept] == [1]
+def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
+    """Rewards may differ where all are wrong (a length penalty), and be equal where one is right."""
+    groups = [group(0, [0.0, -0.1]), group(1, [0.5, 0.5], correct=[1]), group(2, [1.0, 0.9], correct=[0, 1])]
+    table: list[tuple[list[str], list[int]]] = [
+        (["drop_all_right_or_wrong"], [1]),
+        (["drop_uniform"], [0, 2]),
+        (["drop_uniform", "drop_all_right_or_wrong"], []),
+        (["drop_uniform", "test_credit:drop_all", "drop_uniform"], []),
+        (["drop_uniform", "test_credit:at_least"], [2]),  # it gets the option that it declares
+        ([], [0, 1, 2]),
+    ]
+    for filters, kept in table:
+        assert [one.draw_index for one in filter_groups(groups, filters, {"limit": 0.9})] == kept, filters
+    with pytest.raises(ValueError, match=r"algorithm\.filters: test_credit:one_number must return a bool for each of"):
+        filter_groups(groups, ["test_credit:one_number"])
+
+
+# ---- sequence-level advantages ----
 
 
 def as_it_is(rewards: Tensor) -> Tensor:
@@ -128,20 +126,16 @@ def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
     groups = random_groups(1)
     sequences = random_sequences(groups, 1)
     kl = {"coefficient": KL, "estimator": estimator, "placement": "reward"}
-    credit = credit_of(groups, sequences, algorithm__advantage="test_credit:as_it_is", algorithm__kl=kl)
+    recipe = make_recipe(algorithm__advantage="test_credit:as_it_is", algorithm__kl=kl)
+    credit = assign_credit(groups, sequences, recipe)
     expected = [sum(row) for row in token_rewards(groups, sequences, estimator)]
     assert list(credit.advantages.values()) == pytest.approx(expected, rel=1e-12)
     plain = [rollout.grade.reward for group in groups for rollout in group.rollouts]
     assert credit.metrics["reward/kl_penalty"] == pytest.approx(np.mean(np.array(plain) - expected), rel=1e-9)
     recomputed = [replace(one, old_logprobs=one.rollout_logprobs, rollout_logprobs=one.advantages) for one in sequences]
-    again = credit_of(groups, recomputed, algorithm__advantage="test_credit:as_it_is", algorithm__kl=kl)
+    again = assign_credit(groups, recomputed, recipe)
     assert again.advantages == credit.advantages, "the trainer's own log-probs count where it has computed them"
-    in_loss = credit_of(
-        groups,
-        sequences,
-        algorithm__advantage="test_credit:as_it_is",
-        algorithm__kl={**kl, "placement": "loss", "estimator": "k3"},
-    )
+    in_loss = credit_of(groups, 1, advantage="test_credit:as_it_is", kl={"coefficient": KL, "estimator": "k3"})
     assert list(in_loss.advantages.values()) == plain
     assert in_loss.metrics == {"groups/zero_advantage_share": 0.0}
 
@@ -172,27 +166,17 @@ def test_gae_with_the_kl_in_the_reward(kl: str | None, whiten: bool) -> None:
     """Over the sampled tokens alone: at what an environment inserted, nothing is added and nothing decays."""
     gamma, lam = 0.97, 0.9
     groups = [with_observations(one, seed) for seed, one in enumerate(random_groups(3))]
-    sequences = random_sequences(groups, 3, with_values=True)
-    credit = credit_of(
-        groups,
-        sequences,
-        algorithm__advantage="gae",
-        algorithm__gamma=gamma,
-        algorithm__lam=lam,
-        algorithm__whiten_advantages=whiten,
-        algorithm__kl={"coefficient": KL, "estimator": kl, "placement": "reward"} if kl else {},
-        critic={},
-    )
+    sequences = random_sequences(groups, 3)
+    section = {"coefficient": KL, "estimator": kl, "placement": "reward"} if kl else {}
+    credit = credit_of(groups, 3, advantage="gae", gamma=gamma, lam=lam, whiten_advantages=whiten, kl=section)
     values = [sequence.values.astype(float) for sequence in sequences if sequence.values is not None]
     expected = reference.gae(list(map(np.array, token_rewards(groups, sequences, kl))), values, gamma, lam)
-    for sequence, advantages, value in zip(credit.sequences, expected, values, strict=True):
-        assert sequence.returns is not None
-        assert sequence.returns.tolist() == pytest.approx((advantages + value).tolist(), rel=1e-6, abs=1e-7), (
-            "from before the whitening"
-        )
+    returns = [advantages + value for advantages, value in zip(expected, values, strict=True)]  # before the whitening
     if whiten:
         expected = reference.whiten(expected)
-    for sequence, advantages in zip(credit.sequences, expected, strict=True):
+    for sequence, advantages, return_ in zip(credit.sequences, expected, returns, strict=True):
+        assert sequence.returns is not None
+        assert sequence.returns.tolist() == pytest.approx(return_.tolist(), rel=1e-6, abs=1e-7)
         assert sequence.advantages.tolist() == pytest.approx(advantages.tolist(), rel=1e-6, abs=1e-7)
     assert list(credit.advantages.values()) == pytest.approx([np.mean(row) for row in expected], rel=1e-9)
 
@@ -201,30 +185,10 @@ SEEN: list[dict[str, Any]] = []
 
 
 @token_level
-def looks_around(rewards: Tensor, values: Tensor, mask: Tensor, **options: Any) -> Tensor:
+def looks_around(rewards: Tensor, values: Tensor, mask: Tensor, *, lengths: Tensor, **options: Any) -> Tensor:
     """Not a number in the padding must not matter."""
-    SEEN.append({"rewards": rewards, "values": values, "mask": mask, **options})
+    SEEN.append({"rewards": rewards, "values": values, "mask": mask, "lengths": lengths, **options})
     return torch.where(mask, 1.0, math.nan).float()
-
-
-def test_a_token_level_function_gets_padded_rows_and_groups() -> None:
-    SEEN.clear()
-    groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
-    credit = credit_of(
-        groups, algorithm__advantage="test_credit:looks_around", algorithm__gamma=0.5, algorithm__lam=0.25
-    )
-    (seen,) = SEEN
-    assert seen["rewards"].tolist() == [[0, 0, 1], [2, 0, 0], [3, 0, 0], [0, 4, 0]]
-    assert seen["rewards"].dtype == torch.float64
-    assert seen["mask"].tolist() == [[True] * 3, [True, False, False], [True, False, False], [True, True, False]]
-    assert seen["values"].tolist() == [[0.0] * 3] * 4
-    assert seen["group_index"].tolist() == [0, 0, 1, 1]
-    assert (seen["gamma"], seen["lam"]) == (0.5, 0.25)
-    assert [sequence.advantages.tolist() for sequence in credit.sequences] == [[1.0] * 3, [1.0], [1.0], [1.0] * 2]
-
-
-def asks(rewards: Tensor, *, bonus: float, **others: Any) -> Tensor:
-    return rewards + bonus
 
 
 def asks_by_name(
@@ -236,39 +200,38 @@ def asks_by_name(
     correct: Tensor,
     prompt_ids: list[str],
     step: int,
+    bonus: float,
+    **others: Any,
 ) -> Tensor:
     SEEN.append({name: value for name, value in locals().items() if name != "rewards"})
-    return rewards
+    return rewards + bonus
 
 
-@token_level
-def asks_by_token(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float, lengths: Tensor
-) -> Tensor:
-    SEEN.append({"lengths": lengths})
-    return rewards
-
-
-def test_an_advantage_gets_what_it_declares_and_its_options() -> None:
+def test_an_advantage_gets_padded_rows_what_it_declares_and_its_options() -> None:
     SEEN.clear()
-    groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
-    sequences = random_sequences(groups, 5)
-    options = {"algorithm__advantage": "test_credit:asks", "algorithm__advantage_options": {"bonus": 0.5}}
-    assert list(credit_of(groups, sequences, **options).advantages.values()) == [1.5, 2.5, 3.5, 4.5]
-    recipe = make_recipe(algorithm__advantage="test_credit:asks_by_name", rewards=[{"name": "a:f", "weight": 2.0}])
-    assign_credit(groups, sequences, recipe, step=12)
-    (seen,) = SEEN
+    groups = two_groups()
+    credit = credit_of(groups, advantage="test_credit:looks_around", gamma=0.5, lam=0.25)
+    assert tokens_of(credit) == [[1.0] * 3, [1.0], [1.0], [1.0] * 2]
+    options = {"algorithm__advantage": "test_credit:asks_by_name", "algorithm__advantage_options": {"bonus": 0.5}}
+    recipe = make_recipe(rewards=[{"name": "a:f", "weight": 2.0}], **options)
+    credit = assign_credit(groups, train_sequences(groups), recipe, step=12)
+    assert list(credit.advantages.values()) == [1.5, 2.5, 3.5, 4.5]
+    by_row, by_name = SEEN
+
+    assert by_row["rewards"].tolist() == [[0, 0, 1], [2, 0, 0], [3, 0, 0], [0, 4, 0]]
+    assert by_row["rewards"].dtype == torch.float64
+    assert by_row["mask"].tolist() == [[True] * 3, [True, False, False], [True, False, False], [True, True, False]]
+    assert by_row["values"].tolist() == [[0.0] * 3] * 4
+    assert by_row["group_index"].tolist() == [0, 0, 1, 1]
+    assert (by_row["gamma"], by_row["lam"]) == (0.5, 0.25)
     grades = [rollout.grade for each in groups for rollout in each.rollouts]
-    assert {name: values.flatten().tolist() for name, values in seen["reward_terms"].items()} == {
-        name: [grade.parts[name] for grade in grades] for name in grades[0].parts
-    }
-    assert seen["lengths"].tolist() == [[3, 1], [1, 2]]
-    assert seen["correct"].flatten().tolist() == [grade.outcome == "correct" for grade in grades]
-    assert (seen["reward_weights"], seen["step"]) == ({"f": 2.0}, 12)
-    assert seen["prompt_ids"] == [each.prompt.prompt_id for each in groups]
-    SEEN.clear()
-    credit_of(groups, sequences, algorithm__advantage="test_credit:asks_by_token")
-    assert SEEN[0]["lengths"].tolist() == [3, 1, 1, 2]
+    terms = {name: values.flatten().tolist() for name, values in by_name["reward_terms"].items()}
+    assert terms == {name: [grade.parts[name] for grade in grades] for name in grades[0].parts}
+    assert by_name["lengths"].tolist() == [[3, 1], [1, 2]]
+    assert by_name["correct"].flatten().tolist() == [grade.outcome == "correct" for grade in grades]
+    assert (by_name["reward_weights"], by_name["step"]) == ({"f": 2.0}, 12)
+    assert by_name["prompt_ids"] == [each.prompt.prompt_id for each in groups]
+    assert by_row["lengths"].tolist() == [3, 1, 1, 2]
 
 
 @token_level
@@ -294,51 +257,36 @@ def one_a_group(rewards: Tensor) -> Tensor:
     ],
 )
 def test_an_incorrect_advantage_is_a_users_error(name: str, message: str) -> None:
-    groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
     with pytest.raises(ValueError, match=rf"algorithm\.advantage: .* {message}"):
-        credit_of(groups, random_sequences(groups, 5), algorithm__advantage=f"test_credit:{name}")
+        credit_of(two_groups(), advantage=f"test_credit:{name}")
 
 
 # ---- overlong filtering ----
 
 
 def test_cut_samples_count_in_the_baseline_and_are_not_learned_from() -> None:
-    groups = [group(0, [1.0, 0.0]), group(1, [0.25, 1.0], cut=[0]), group(2, [0.0, 1.0], cut=[0, 1])]
+    """A group without any advantage is counted all the same, and nothing may be left."""
+    groups = [group(0, [1.0, 0.0]), group(1, [0.25, 1.0], cut=[0]), group(2, [0.5, 0.5], cut=[0, 1])]
     whole = credit_of(groups)
-    credit = credit_of(groups, algorithm__overlong_filtering=True)
-    left = [(0, 0), (0, 1), (1, 1)]
-    assert credit.advantages == {sample: whole.advantages[sample] for sample in left}
-    assert credit.metrics["samples/overlong_dropped"] == 3
-    assert [len(sequence.advantages) for sequence in credit.sequences] == [1, 2, 2]
-    for mine, index in zip(credit.sequences, (0, 1, 3), strict=True):
-        assert mine.draw_index == whole.sequences[index].draw_index
-        np.testing.assert_array_equal(mine.advantages, whole.sequences[index].advantages)
+    credit = credit_of(groups, overlong_filtering=True)
+    assert credit.advantages == {sample: whole.advantages[sample] for sample in [(0, 0), (0, 1), (1, 1)]}
+    assert whole.metrics == {"groups/zero_advantage_share": pytest.approx(1 / 3)}
+    assert credit.metrics == whole.metrics | {"samples/overlong_dropped": 3}
+    assert [one.draw_index for one in credit.sequences] == [0, 0, 1]
+    assert tokens_of(credit) == [tokens_of(whole)[index] for index in (0, 1, 3)]
+    nothing = credit_of(groups[2:], overlong_filtering=True)
+    metrics = {"groups/zero_advantage_share": 1.0, "samples/overlong_dropped": 2.0}
+    assert nothing == Credit(sequences=[], advantages={}, metrics=metrics)
 
 
 def test_whitening_comes_before_overlong_filtering() -> None:
     groups = [group(0, [1.0, 0.0], cut=[1]), group(1, [3.0, 0.0])]
-    options: dict[str, Any] = {"algorithm__advantage": "test_credit:as_it_is", "algorithm__whiten_advantages": True}
-    whole = credit_of(groups, **options)
-    filtered = credit_of(groups, **options, algorithm__overlong_filtering=True)
+    options: dict[str, Any] = {"advantage": "test_credit:as_it_is", "whiten_advantages": True}
+    whole, filtered = credit_of(groups, **options), credit_of(groups, **options, overlong_filtering=True)
     tokens = np.array([1.0, 0.0, 0.0, 3.0, 0.0, 0.0])  # responses of 1, 2, 1 and 2 tokens
     expected = ((tokens - tokens.mean()) / math.sqrt(tokens.var(ddof=1) + 1e-8))[[0, 1, 3, 4]]
     assert list(whole.advantages.values()) == pytest.approx(expected, rel=1e-12)
     assert list(filtered.advantages.values()) == pytest.approx(expected[[0, 2, 3]], rel=1e-12)
-    assert "samples/overlong_dropped" not in whole.metrics
-
-
-def test_nothing_may_be_left_by_overlong_filtering() -> None:
-    credit = credit_of([group(0, [1.0, 0.0], cut=[0, 1])], algorithm__overlong_filtering=True)
-    assert credit == Credit(
-        sequences=[],
-        advantages={},
-        metrics={"groups/zero_advantage_share": 0.0, "samples/overlong_dropped": 2},
-    )
-
-
-def test_groups_without_any_advantage_are_counted() -> None:
-    groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [0.5, 0.5])]
-    assert credit_of(groups).metrics["groups/zero_advantage_share"] == 0.75
 
 
 def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:

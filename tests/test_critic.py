@@ -1,24 +1,22 @@
-"""The critic in a training step: values, gradients and metrics against the same numbers computed the slow way."""
+"""The critic: its model, and its values, gradients and metrics against the same numbers computed the slow way."""
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from critic_cases import (
-    make_critic,
-    make_critic_recipe,
-    make_value_model,
-    make_value_sequences,
-    padded_values,
-)
+from critic_cases import make_critic, make_critic_recipe, make_value_model, make_value_sequences, padded_values
 from padded_update import descend, naive_batches
+from safetensors.torch import save_file
 from torch import Tensor
+from update_cases import make_policy
 
-from srtrl.model.value_model import ValueModel
+from srtrl.model.attention import PackedPlan
+from srtrl.model.value_model import HEAD_FILE, ValueModel, load_value_model, save_value_model
+from srtrl.model.weights import load_model, save_model
 from srtrl.trainer.critic import update_critic, value_metrics, with_values
 from srtrl.trainer.objective import NonFiniteError
 from srtrl.trainer.passes import UpdateContext
@@ -44,21 +42,10 @@ def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip
     return 0.5 * torch.maximum(loss, (moved - returns) ** 2).mean(), float(clipped_away.double().mean())
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [17, 1000])
-def test_values_equal_those_of_a_padded_batch(micro_batch_tokens: int) -> None:
-    model, sequences = make_value_model(), make_value_sequences()
-    recipe = make_critic_recipe(train__micro_batch_tokens=micro_batch_tokens)
-    filled = with_values(model, sequences, UpdateContext(recipe=recipe, step=1))
-    found = [sequence.values for sequence in filled if sequence.values is not None]
-    assert [len(values) for values in found] == [len(sequence.advantages) for sequence in sequences]
-    assert all(values.dtype == np.float32 for values in found)
-    expected = padded_values(model, sequences).detach().numpy()
-    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [16, 25, 1000])
-@pytest.mark.parametrize("value_loss", ["clipped_value", "squared_error"])
-def test_gradients_equal_autograd_on_a_padded_batch(value_loss: str, micro_batch_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("value_loss", "micro_batch_tokens"), [("clipped_value", 16), ("clipped_value", 1000), ("squared_error", 25)]
+)
+def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, micro_batch_tokens: int) -> None:
     """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones."""
     recipe = make_critic_recipe(
         {"value_loss": value_loss, "mini_batch_prompts": 2, **VALUE_CLIPS[value_loss]},
@@ -70,7 +57,12 @@ def test_gradients_equal_autograd_on_a_padded_batch(value_loss: str, micro_batch
     model, sequences = make_value_model(), make_value_sequences()
     naive = copy.deepcopy(model)
     critic, optimizer = make_critic(model, recipe)
-    metrics = update_critic(critic, sequences, UpdateContext(recipe=recipe, step=3))
+    context = UpdateContext(recipe=recipe, step=3)
+    found = [sequence.values for sequence in with_values(model, sequences, context) if sequence.values is not None]
+    assert [len(values) for values in found] == [len(sequence.advantages) for sequence in sequences]
+    assert all(values.dtype == np.float32 for values in found)
+    np.testing.assert_allclose(np.concatenate(found), padded_values(model, sequences).detach().numpy(), rtol=1e-6)
+    metrics = update_critic(critic, sequences, context)
     assert len(optimizer.gradients) == 4
 
     losses, norms, shares, counts = [], [], [], []
@@ -131,25 +123,25 @@ def test_explained_variance_equals_its_definition() -> None:
 
     perfect = [replace(sequence, values=sequence.returns) for sequence in sequences]
     assert value_metrics(perfect)["explained_variance"] == 1
+
+
+def test_returns_that_differ_by_rounding_have_no_explained_variance() -> None:
+    sequences = make_value_sequences()
     equal = [replace(sequence, returns=np.full_like(sequence.advantages, 0.25)) for sequence in sequences]
     assert value_metrics(equal).keys() == {"value_mean", "return_mean"}
-
-
-@pytest.mark.parametrize("reward", [0.0, 0.3])
-def test_returns_that_differ_by_rounding_have_no_explained_variance(reward: float) -> None:
-    """With gamma = lambda = 1 all returns are the reward, computed as (reward - value) + value."""
-    sequences = []
-    for sequence in make_value_sequences():
-        assert sequence.values is not None
-        values = sequence.values * np.float32(7)
-        sequences.append(replace(sequence, values=values, returns=(np.float32(reward) - values) + values))
-    returns = np.concatenate([sequence.returns for sequence in sequences if sequence.returns is not None])
-    assert (returns.min() < returns.max()) == (reward > 0), "the case must have rounding errors"
-    assert value_metrics(sequences).keys() == {"value_mean", "return_mean"}
+    for reward in (0.0, 0.3):  # with gamma = lambda = 1 all returns are the reward, as (reward - value) + value
+        cancelled = []
+        for sequence in sequences:
+            assert sequence.values is not None
+            values = sequence.values * np.float32(7)
+            cancelled.append(replace(sequence, values=values, returns=(np.float32(reward) - values) + values))
+        returns = np.concatenate([sequence.returns for sequence in cancelled if sequence.returns is not None])
+        assert (returns.min() < returns.max()) == (reward > 0), "the case must have rounding errors"
+        assert value_metrics(cancelled).keys() == {"value_mean", "return_mean"}
     noise = np.random.default_rng(0)  # all rewards 0: GAE's sums cancel the values up to a rounding error of float64
-    failed = [replace(one, returns=(1e-16 * noise.normal(size=len(one.advantages))).astype("f4")) for one in sequences]
+    failed = [replace(one, returns=(1e-16 * noise.normal(size=len(one.advantages))).astype("f4")) for one in cancelled]
     assert value_metrics(failed).keys() == {"value_mean", "return_mean"}
-    small = [replace(one, returns=np.linspace(0, 1e-2, len(one.advantages), dtype=np.float32)) for one in sequences]
+    small = [replace(one, returns=np.linspace(0, 1e-2, len(one.advantages), dtype=np.float32)) for one in cancelled]
     assert value_metrics(small)["explained_variance"] < -1e4, "values that are far too large are no rounding errors"
 
 
@@ -188,16 +180,87 @@ def absolute_error(
     return error, {"far_share": (error.detach() > 1).double()}
 
 
-@pytest.mark.parametrize(
-    ("value_loss", "message"),
-    [
-        ("test_critic:absolute_error", None),
-        ("no_such_loss", r"no_such_loss.*losses.py; known: clipped_value"),
-    ],
-)
-def test_a_value_loss_of_ones_own(value_loss: str, message: str | None) -> None:
-    recipe = make_critic_recipe({"value_loss": value_loss})
-    with pytest.raises(ValueError, match=message) if message else nullcontext():
-        critic, _ = make_critic(make_value_model(), recipe)
-        metrics = update_critic(critic, make_value_sequences(), UpdateContext(recipe=recipe, step=1))
-        assert 0 < metrics["critic/loss/far_share"] < 1
+def test_a_value_loss_of_ones_own() -> None:
+    recipe = make_critic_recipe({"value_loss": "test_critic:absolute_error"})
+    critic, _ = make_critic(make_value_model(), recipe)
+    metrics = update_critic(critic, make_value_sequences(), UpdateContext(recipe=recipe, step=1))
+    assert 0 < metrics["critic/loss/far_share"] < 1
+    with pytest.raises(ValueError, match=r"no_such_loss.*losses.py; known: clipped_value"):
+        make_critic(make_value_model(), make_critic_recipe({"value_loss": "no_such_loss"}))
+
+
+# --- The model -------------------------------------------------------------------------------------------------------
+
+TOKEN_IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+LENGTHS = (5, 3)
+
+
+def values_of(model: ValueModel) -> torch.Tensor:
+    values: torch.Tensor = model(TOKEN_IDS, PackedPlan(LENGTHS, "cpu"))
+    return values
+
+
+def test_a_fresh_critic_says_zero_and_learns_in_its_first_step_and_its_body_in_the_next() -> None:
+    """Zero is no place to be stuck in: only the first gradient of the body is zero."""
+    body = make_policy()
+    before = torch.get_rng_state()
+    model = ValueModel(body)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(values_of(model), torch.zeros(len(TOKEN_IDS), dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    body_gradients = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.autograd.backward((values_of(model) - 1).square().mean())
+        gradient = model.body.layers[0].get_parameter("qkv_proj.weight").grad
+        assert gradient is not None
+        body_gradients.append(float(gradient.norm()))
+        optimizer.step()
+    assert body_gradients[0] == 0
+    assert body_gradients[1] > 0
+
+
+def test_values_are_float32_for_a_bfloat16_body() -> None:
+    model = make_value_model(dtype=torch.bfloat16)
+    hidden, values = model.body(TOKEN_IDS, PackedPlan(LENGTHS, "cpu")), values_of(model)
+    assert model.value_head.dtype == values.dtype == torch.float32
+    expected = (hidden.double() @ model.value_head[0].double()).float()
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)  # bfloat16 would be off by 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_saved_and_loaded_has_the_same_bits(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    model = ValueModel(make_policy(dtype=dtype, tied=tied))
+    with torch.no_grad():
+        model.value_head.copy_(torch.linspace(-1, 1 / 3, model.value_head.numel())[None])
+    save_value_model(model, tmp_path / "critic")
+    loaded = load_value_model(tmp_path / "critic", dtype=dtype, device="cpu")
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    for (name, mine), other in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other), name
+    assert torch.equal(values_of(loaded), values_of(model))
+    body = load_model(tmp_path / "critic", dtype=dtype, device="cpu")  # is a model folder
+    assert torch.equal(body.embedding, model.body.embedding)
+
+
+def test_a_policy_becomes_a_critic_with_its_body_and_without_its_output_head(tmp_path: Path) -> None:
+    policy = make_policy(dtype=torch.float32)
+    save_model(policy, tmp_path / "policy")
+    model = load_value_model(tmp_path / "policy", dtype=torch.float32, device="cpu")
+    assert not model.value_head.any()
+    assert model.body.head is None
+    assert torch.equal(model.body.embedding, policy.embedding)
+    plan = PackedPlan(LENGTHS, "cpu")
+    assert torch.equal(model.body(TOKEN_IDS, plan), policy(TOKEN_IDS, plan))
+
+
+def test_a_wrong_value_head_is_refused(tmp_path: Path) -> None:
+    save_value_model(make_value_model(dtype=torch.float32), tmp_path)
+    for name, width in (("value_head.weight", 9), ("score.weight", 8)):
+        save_file({name: torch.zeros(1, width)}, tmp_path / HEAD_FILE)
+        with pytest.raises(ValueError, match=rf"{name}': \[1, {width}\].* expected {{'value_head.weight': \[1, 8\]}}"):
+            load_value_model(tmp_path, dtype=torch.float32, device="cpu")
+    (tmp_path / HEAD_FILE).write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="no readable safetensors file"):
+        load_value_model(tmp_path, dtype=torch.float32, device="cpu")

@@ -1,19 +1,17 @@
 """LoRA: gradients, steps and files are PEFT's; merged weights, reference and resume are exact."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import bench_cases
 import pytest
 import torch
-from killed_runs import finish, start
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_master_weights import AnyObjective
-from test_resume import kill_at
 from tiny_run import assert_same_run, learned_rows, make_recipe, train
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -30,6 +28,7 @@ from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
 RATE, MAX_NORM, TEMPERATURE = 1e-3, 0.05, 0.8
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LORA: dict[str, Any] = {"model__lora": {"rank": 4, "alpha": 12}, "train__learning_rate": 0.02}
 
 
@@ -79,8 +78,11 @@ def peft_steps(model: Any, parameters: Sequence[nn.Parameter], sequences: Sequen
     return norms
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[7], CASES[13]], ids=lambda case: case.name)
-@pytest.mark.parametrize("targets", ["all_linear", ["v_proj", "up_proj", "o_proj"]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [(CASES[2], "all_linear"), (CASES[7], ["v_proj", "up_proj", "o_proj"]), (CASES[13], "all_linear")],
+    ids=lambda value: value.name if isinstance(value, ModelCase) else "",
+)
 def test_gradients_and_steps_are_pefts(case: ModelCase, targets: Any, tmp_path: Path) -> None:
     """Packed, in several micro-batches, with clipping and weight decay; float64."""
     hf_model = make_hf_model(case, torch.float64)
@@ -139,9 +141,11 @@ def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_is_resumed_exported_and_started_from_its_adapter(dtype: str, policy: Path, tmp_path: Path) -> None:
-    changes = {**LORA, "model__dtype": dtype}
-    run = train(make_recipe(policy, tmp_path / "whole", **changes)).folder
+def test_a_run_is_resumed_exported_and_started_from_its_adapter(
+    dtype: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    changes = {**LORA, "model__dtype": dtype, "train__num_steps": 2, "train__checkpoint_every": 1}
+    run = finished(**changes)
     rows = learned_rows(run)[1:]
     limits = {"float32": 1e-5, "bfloat16": 0.3}
     assert all(row["logprob_difference/max"] < limits[dtype] for row in rows)
@@ -149,16 +153,14 @@ def test_a_run_is_resumed_exported_and_started_from_its_adapter(dtype: str, poli
     assert rows[-1]["lora/norm"] > rows[0]["lora/norm"] > 0
     assert 0.1 < rows[0]["lora/changed_share"] <= rows[-1]["lora/changed_share"] <= 1
     if dtype == "float32":
-        killed = make_recipe(policy, tmp_path / "killed", **changes)
-        assert finish(start(killed, prepare=partial(kill_at, "between row and checkpoint"))) != 0
-        assert finish(start(killed, resume=True)) == 0
-        assert_same_run(tmp_path / "killed" / "run", run)
-    checkpoint = run / "checkpoints" / "step_000004"
+        shutil.copytree(run, tmp_path / "run")
+        assert_same_run(train(make_recipe(policy, tmp_path, **changes), resume=True, from_step=1).folder, run)
+    checkpoint = run / "checkpoints" / "step_000002"
     check_with_peft(policy, checkpoint, getattr(torch, dtype))
     exported = bench_cases.run("export", run, tmp_path / "exported", "--adapter")
     assert exported.exit_code == 0, exported.output
-    files = {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in (tmp_path / "exported").iterdir()} == files
+    files = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert files == {*ADAPTER_FILES, "README.md", "tokenizer.json", "tokenizer_config.json"}
     again = make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
     trainer = Trainer(again)
     saved = load_model(checkpoint, dtype=trainer.policy.dtype, device="cpu")

@@ -5,7 +5,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,6 @@ from srtrl.types import TrainSequence
 ADAMW: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.99)}
 RATE = 1e-3
 BUDGET = 24
-
-
-def half_policy(seed: int = 0, tied: bool = False) -> Transformer:
-    return make_policy(seed, dtype=torch.bfloat16, tied=tied, scale=8)
 
 
 def optimizer_of(model: nn.Module, **changes: float) -> MasterWeightAdamW:
@@ -57,45 +53,29 @@ class AnyObjective(Objective):
         return micro_batch_loss(self.model, packed), {"one": torch.ones(len(packed.target_ids))}
 
 
-def descend_by_ours(
-    policy: Transformer,
-    optimizer: torch.optim.Optimizer,
-    sequences: Sequence[TrainSequence],
-    max_norm: float,
-) -> dict[str, float]:
-    """Four epochs of one mini-batch."""
-    recipe = make_recipe(
-        train__num_steps=1,
-        train__num_epochs=4,
-        train__micro_batch_tokens=BUDGET,
-        train__schedule="linear",
-        train__max_grad_norm=max_norm,
-    )
-    ordered = [replace(sequence, draw_index=0) for sequence in sequences]
-    context = UpdateContext(recipe=recipe, step=1)
-    return run_optimizer_steps(AnyObjective(policy), optimizer, ordered, context, recipe.policy_updates)
+def descend_by_hand(
+    policy: Transformer, sequences: Sequence[TrainSequence], max_norm: float
+) -> tuple[float, torch.optim.Optimizer]:
+    """Four epochs of one mini-batch with plain tensors; returns the mean norm. All but a pass's results is float32.
 
-
-def decayed_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Weight decay for matrices alone."""
-    pairs = list(named)
-    matrices = [p for name, p in pairs if p.ndim >= 2 and "embed" not in name]
-    others = [p for name, p in pairs if p.ndim < 2 or "embed" in name]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-
-
-def descend_by_hand(policy: Transformer, sequences: Sequence[TrainSequence], max_norm: float) -> float:
-    """The same with plain tensors; returns the mean norm. What a bfloat16 pass gives is all that is bfloat16."""
+    Weight decay is for matrices alone; the state of AdamW is made in its first step.
+    """
     parameters = dict(policy.named_parameters())
     masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in parameters.items()}
-    optimizer = torch.optim.AdamW(decayed_groups(masters.items()), lr=RATE, betas=(0.9, 0.99), eps=1e-8, fused=True)
+    matrices = [name for name, master in masters.items() if master.ndim >= 2 and "embed" not in name]
+    others = [name for name in masters if name not in matrices]
+    groups = [
+        {"params": [masters[name] for name in names], "weight_decay": decay}
+        for names, decay in ((matrices, 0.1), (others, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-8, fused=True)
     norms = 0.0
     for number in range(4):
         sums = {name: torch.zeros_like(master) for name, master in masters.items()}
         for packed in pack(sequences, BUDGET, "cpu"):
             slopes = torch.autograd.grad(micro_batch_loss(policy, packed), list(parameters.values()))
             for name, slope in zip(sums, slopes, strict=True):
-                assert slope.dtype == torch.bfloat16
+                assert slope.dtype == policy.dtype
                 sums[name] += slope.float()
         for name, master in masters.items():
             master.grad = sums[name]
@@ -106,19 +86,37 @@ def descend_by_hand(policy: Transformer, sequences: Sequence[TrainSequence], max
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(masters[name])
-    return norms / 4
+    return norms / 4, optimizer
 
 
-@pytest.mark.parametrize("max_norm", [1e9, 0.05])
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_those_of_float32_masters_to_the_bit(tied: bool, max_norm: float) -> None:
-    sequences = make_sequences(make_policy())
+@pytest.mark.parametrize(
+    ("dtype", "tied", "max_norm"),
+    [(torch.bfloat16, False, 1e9), (torch.bfloat16, True, 0.05), (torch.float32, False, 0.05)],
+    ids=str,
+)
+def test_weights_are_those_of_float32_masters_to_the_bit(dtype: torch.dtype, tied: bool, max_norm: float) -> None:
+    """A float32 model is trained by plain AdamW; nothing but the time at which its state is made differs."""
+    sequences = [replace(sequence, draw_index=0) for sequence in make_sequences(make_policy())]
     assert len(list(pack(sequences, BUDGET, "cpu"))) > 2
-    ours, by_hand = half_policy(tied=tied), half_policy(tied=tied)
-    metrics = descend_by_ours(ours, optimizer_of(ours), sequences, max_norm)
-    assert metrics["grad_norm"] == descend_by_hand(by_hand, sequences, max_norm)
+    ours, by_hand, before = (make_policy(dtype=dtype, tied=tied, scale=8) for _ in range(3))
+    optimizer = build_optimizer(ours, learning_rate=RATE, **ADAMW)
+    assert type(optimizer) is (torch.optim.AdamW if dtype == torch.float32 else MasterWeightAdamW)
+    recipe = make_recipe(
+        train__num_steps=1,
+        train__num_epochs=4,
+        train__micro_batch_tokens=BUDGET,
+        train__schedule="linear",
+        train__max_grad_norm=max_norm,
+    )
+    context = UpdateContext(recipe=recipe, step=1)
+    metrics = run_optimizer_steps(AnyObjective(ours), optimizer, sequences, context, recipe.policy_updates)
+    norm, expected = descend_by_hand(by_hand, sequences, max_norm)
+    assert metrics["grad_norm"] == norm
     assert all(map(torch.equal, ours.parameters(), by_hand.parameters()))
-    assert not all(map(torch.equal, ours.parameters(), half_policy(tied=tied).parameters()))
+    assert not all(map(torch.equal, ours.parameters(), before.parameters()))
+    for group in optimizer.param_groups:
+        del group["param_names"]
+    torch.testing.assert_close(optimizer.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 def test_small_updates_and_gradients_add_up() -> None:
@@ -141,11 +139,17 @@ def test_small_updates_and_gradients_add_up() -> None:
 
 
 def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient() -> None:
-    """The decoder reads these very tensors."""
-    policy = half_policy()
+    """The decoder reads these very tensors; and a step allocates nothing that could run out with half of it done."""
+    policy = make_policy(dtype=torch.bfloat16, scale=8)
     optimizer = optimizer_of(policy)
     parameters = list(policy.parameters())
-    addresses = [parameter.data_ptr() for parameter in parameters]
+
+    def addresses() -> list[int]:
+        state = [tensor for one in optimizer.state.values() for _, tensor in sorted(one.items())]
+        return [tensor.data_ptr() for tensor in (*parameters, *optimizer.master_of.values(), *state)]
+
+    before = addresses()
+    assert len(before) == 5 * len(parameters), "steps and both moments are there"
     loss = micro_batch_loss(policy, next(pack(make_sequences(make_policy()), BUDGET, "cpu")))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for parameter in parameters)
@@ -154,7 +158,7 @@ def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient() -> None:
     assert gradient_bytes(optimizer) == sum(one.nbytes for one in gradients)
     optimizer.step()
     assert all(one.grad is None for one in (*parameters, *optimizer.master_of.values())), "they are used up"
-    assert [parameter.data_ptr() for parameter in parameters] == addresses
+    assert addresses() == before
     assert all(torch.equal(parameter, optimizer.master_of[parameter].bfloat16()) for parameter in parameters)
 
 
@@ -175,20 +179,3 @@ def test_optimizer_and_masters_are_freed_before_the_model() -> None:
     (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
     second.step()
     assert master.item() != before
-
-
-def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits() -> None:
-    """Its state is allocated at once; nothing else differs from an optimizer that makes it in the first step."""
-    sequences = make_sequences(make_policy())
-    policies = [make_policy(dtype=torch.float32, scale=8) for _ in range(2)]
-    ours = build_optimizer(policies[0], learning_rate=RATE, **ADAMW)
-    assert type(ours) is torch.optim.AdamW
-    lazy = torch.optim.AdamW(
-        decayed_groups(policies[1].named_parameters()), lr=RATE, betas=(0.9, 0.99), eps=1e-8, fused=True
-    )
-    for policy, optimizer in zip(policies, (ours, lazy), strict=True):
-        descend_by_ours(policy, optimizer, sequences, 0.05)
-    assert all(map(torch.equal, policies[0].parameters(), policies[1].parameters()))
-    for group in ours.param_groups:
-        del group["param_names"]
-    torch.testing.assert_close(ours.state_dict(), lazy.state_dict(), rtol=0, atol=0)

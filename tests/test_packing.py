@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +15,13 @@ from srtrl.types import TrainSequence
 
 def make_sequence(num_prompt: int, num_response: int, seed: int, with_optional: bool = True) -> TrainSequence:
     rng = np.random.default_rng(seed)
-
-    def numbers() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        return rng.standard_normal(num_response).astype(np.float32)
-
+    names = PER_TOKEN if with_optional else ("rollout_logprobs", "advantages", "old_logprobs")
+    per_token: dict[str, Any] = {name: rng.standard_normal(num_response).astype(np.float32) for name in names}
     return TrainSequence(
         token_ids=rng.integers(1000, size=num_prompt + num_response),
         targets=np.arange(num_prompt, num_prompt + num_response),
         draw_index=seed,
-        rollout_logprobs=numbers(),
-        advantages=numbers(),
-        old_logprobs=numbers(),
-        ref_logprobs=numbers() if with_optional else None,
-        values=numbers() if with_optional else None,
-        returns=numbers() if with_optional else None,
+        **per_token,
     )
 
 

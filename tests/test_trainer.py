@@ -16,15 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_update_errors import CALLS, flawed
 from tiny_run import learned_rows, make_recipe, open_run, train
+from update_cases import CALLS, flawed
 
 import srtrl
 from srtrl.drafters.srt import Drafter
 from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
-from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
 from srtrl.run.metrics import describe_step, run_figures
@@ -32,18 +31,13 @@ from srtrl.run.progress import RunProgress
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.trainer import Trainer, TrainingResult, TrainingStoppedError
+from srtrl.trainer.trainer import Trainer, TrainingStoppedError
 
-
-@pytest.fixture(scope="module")
-def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
-    """A whole run of two steps, with TensorBoard and all speeds; a checkpoint after each, so that one is in a row."""
-    changes: dict[str, Any] = {"train__checkpoint_every": 1, "train__keep_checkpoints": 1}
-    return train(
-        make_recipe(
-            policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, log__trackers=["tensorboard"], **changes
-        )
-    )
+QUICK: dict[str, Any] = {
+    **{"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000},
+    **{"eval__before_and_after": False, "eval__every_steps": None},
+}
+"""One micro-batch per step, and no evaluation."""
 
 
 def learned(folder: Path) -> list[dict[str, float]]:
@@ -58,8 +52,8 @@ def weights(folder: Path, step: int) -> bytes:
 # --- What a run writes ------------------------------------------------------------------------------------------------
 
 
-def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
-    before, *steps = read_metrics(run.folder / "metrics.jsonl")
+def test_every_promised_metric_is_logged_and_gives_the_figures_of_the_run(finished: Callable[..., Path]) -> None:
+    before, *steps = rows = read_metrics(finished() / "metrics.jsonl")
     assert before["step"] == 0
     assert {name.split("/")[0] for name in before} == {"step", "eval", "time"}
     promised = """
@@ -67,7 +61,7 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
         clip_share/low clip_share/high grad_norm learning_rate loss tokens/prompt tokens/response
         grading/correct grading/wrong grading/timeout grading/crash grading/error groups/kept groups/dropped
         groups/short groups/all_right groups/all_wrong data/draws data/epoch
-        time/rollout time/grading time/reference time/update time/step time/tokens_per_second
+        time/rollout time/grading time/reference time/update time/step time/tokens_per_second time/update_tflops
         engine/pages_in_use_max engine/pages
         logprob_difference/mean logprob_difference/max logprob_difference/kl
     """
@@ -81,16 +75,31 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
         assert row["tokens/update"] == learned_from
         assert row["time/update_tokens_per_second"] == pytest.approx(learned_from / row["time/update"])
         assert row["time/step"] == pytest.approx(sum(row.get(f"time/{stage}", 0.0) for stage in stages))
-    assert "eval/accuracy" in steps[-1]
+    assert "time/checkpoint" in steps[2], "of the checkpoint after step 2"
+
+    figures = run_figures(rows)
+    assert figures["held-out problems x samples"] == "6 x 1"
+    for row, when in ((before, "before training"), (steps[-1], "after step 4")):
+        shown = "{eval/accuracy:.1%} (95%: {eval/accuracy_low:.1%} to {eval/accuracy_high:.1%})"
+        assert figures[f"held-out accuracy {when}"] == shown.format_map(row)
+    assert figures["gain"] == f"{100 * (steps[-1]['eval/accuracy'] - before['eval/accuracy']):+.1f} points"
+    num_tokens, num_decodes = (sum(row[name] for row in steps) for name in ("tokens/response", "engine/decode_steps"))
+    assert figures["response tokens"] == f"{num_tokens:,} in {num_decodes:,} decode steps of the whole batch"
+    per_decode = sorted(row["engine/tokens_per_decode_step"] for row in steps)
+    for figure in figures["tokens per decode, first and last epoch"].split(" and "):
+        assert per_decode[0] - 0.01 < float(figure) < per_decode[-1] + 0.01
+    total = before["time/eval"] + sum(row["time/step"] for row in steps)
+    assert figures["time of all stages"].startswith(f"{total:.1f} s (")
+    assert {"rollout", "update"} <= set(re.findall(r"(\w+) \d+%", figures["time of all stages"]))
 
 
-def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path) -> None:
-    table = pq.read_table(run.folder / "rollouts" / "step_000002.parquet").to_pylist()
-    row = learned(run.folder)[1]
+def test_rollout_file_is_what_was_learned_from(finished: Callable[..., Path], policy: Path) -> None:
+    table = pq.read_table(finished() / "rollouts" / "step_000002.parquet").to_pylist()
+    row = learned(finished())[1]
     assert [(r["draw_index"], r["sample_index"]) for r in table] == [(d, s) for d in range(4, 8) for s in range(4)]
     assert sum(r["reward"] for r in table) / 16 == pytest.approx(row["reward/mean"], rel=1e-6)
     assert sum(len(r["token_ids"]) for r in table) == row["tokens/response"]
-    tokenizer = build.build_tokenizer(make_recipe(policy, run.folder))
+    tokenizer = build.build_tokenizer(make_recipe(policy, Path()))
     for r in table:
         assert r["reward"] == pytest.approx(r["reward_digits"] + 0.5 * r["reward_correct"], rel=1e-6)
         assert r["prompt_token_ids"] == tokenizer.encode(r["prompt"])
@@ -106,44 +115,23 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert [r["advantage"] for r in group] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def test_the_figures_of_a_run_are_those_of_its_rows(run: TrainingResult) -> None:
-    before, *steps = rows = read_metrics(run.folder / "metrics.jsonl")
-    assert (run.num_steps, run.interrupted) == (2, False)
-    figures = run_figures(rows)
-    assert figures["held-out problems x samples"] == "6 x 1"
-    for row, when in ((before, "before training"), (steps[-1], "after step 2")):
-        shown = "{eval/accuracy:.1%} (95%: {eval/accuracy_low:.1%} to {eval/accuracy_high:.1%})"
-        assert figures[f"held-out accuracy {when}"] == shown.format_map(row)
-    assert figures["gain"] == f"{100 * (steps[-1]['eval/accuracy'] - before['eval/accuracy']):+.1f} points"
-    num_tokens, num_decode_steps = (
-        sum(row[name] for row in steps) for name in ("tokens/response", "engine/decode_steps")
-    )
-    assert figures["response tokens"] == f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
-    per_decode = sorted(row["engine/tokens_per_decode_step"] for row in steps)
-    for figure in figures["tokens per decode, first and last epoch"].split(" and "):
-        assert per_decode[0] - 0.01 < float(figure) < per_decode[-1] + 0.01
-    assert {"time/update_tokens_per_second", "time/update_tflops", "time/checkpoint"} <= steps[1].keys()
-    total = before["time/eval"] + sum(row["time/step"] for row in steps)
-    assert figures["time of all stages"].startswith(f"{total:.1f} s (")
-    assert {"rollout", "update"} <= set(re.findall(r"(\w+) \d+%", figures["time of all stages"]))
-    assert list((run.folder / "tensorboard").rglob("events.out.tfevents.*"))
-
-
-def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
+def test_checkpoint_evaluates_as_the_run_did(finished: Callable[..., Path]) -> None:
     """`srtrl eval RUN` on the same problems and noise: the very same figures."""
-    model, recipe_path = resolve_eval_source(str(run.folder))
-    assert (Path(model).name, recipe_path) == ("step_000002", run.folder / "recipe.yaml")
-    recipe = make_recipe(Path(model), run.folder, train__num_steps=2)
-    [outcome] = run_evals(model, {"it": recipe})
-    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    run = finished()
+    model, recipe_path = resolve_eval_source(str(run))
+    assert (Path(model).name, recipe_path) == ("step_000004", run / "recipe.yaml")
+    [outcome] = run_evals(model, {"it": make_recipe(Path(model), run)})
+    row = read_metrics(run / "metrics.jsonl")[-1]
     again = {name: value for name, value in outcome.metrics.items() if name.startswith("eval/")}
     for name in ("eval/reward", "eval/reward_low", "eval/reward_high"):
         del again[name]  # that one draws at random
     assert again == {name: row[name] for name in again}
-    with pytest.raises(ValueError, match=r"no checkpoint of step 1; there: step_000002"):
-        resolve_eval_source(str(run.folder), step=1)
-    with pytest.raises(ValueError, match="not a run folder"):
-        resolve_eval_source("bundled:tiny", step=1)
+    for source, message in (
+        (str(run), "no checkpoint of step 1; there: step_000002"),
+        ("bundled:tiny", "not a run folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_eval_source(source, step=1)
     assert resolve_eval_source("bundled:tiny") == ("bundled:tiny", None)
 
 
@@ -151,57 +139,57 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
 
 
 def test_evaluation_logging_and_slots_do_not_disturb_training(
-    policy: Path, run: TrainingResult, tmp_path: Path
+    policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
     rewards = [{"name": "correct", "weight": 0.5}, {"name": "format"}]  # `digits` draws from the global generator
-    plain = {"train__num_steps": 2, "rewards": rewards, "eval__before_and_after": False, "eval__every_steps": None}
+    plain = {**QUICK, "train__num_steps": 2, "rewards": rewards}
     quiet = train(make_recipe(policy, tmp_path / "quiet", **plain))
     busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
     loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
     assert learned(quiet.folder) == learned(loud.folder)
     assert weights(quiet.folder, 2) == weights(loud.folder, 2)
     assert not any("eval/accuracy" in row for row in read_metrics(quiet.folder / "metrics.jsonl"))
-    assert weights(run.folder, 2) != weights(quiet.folder, 2)  # the comparison can fail
+    assert list((loud.folder / "tensorboard").rglob("events.out.tfevents.*"))
+    assert weights(finished(), 2) != weights(quiet.folder, 2)  # the comparison can fail
 
 
 # --- What stops a run -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def signalling_recipe(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Recipe]:
-    """Of the recipe of `run`, whose process gets a signal while step 1 decodes."""
+def signal_while_decoding(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process gets the signal in step 1."""
 
-    def make(number: int) -> Recipe:
-        def collect(engine: Any, collector: Any, draws: Any) -> Any:
-            if draws.draws[0][0] == 0 and collector.purpose == "train":
-                os.kill(os.getpid(), number)
-            return collect_rollouts(engine, collector, draws)
+    def collect(engine: Any, collector: Any, draws: Any) -> Any:
+        if draws.draws[0][0] == 0 and collector.purpose == "train":
+            os.kill(os.getpid(), number)
+        return collect_rollouts(engine, collector, draws)
 
-        monkeypatch.setattr(sampling, "collect_rollouts", collect)
-        monkeypatch.setattr("srtrl.run.interrupt.REPEAT_SECONDS", 0.01)
-        return make_recipe(policy, tmp_path, train__num_steps=2)
-
-    return make
+    monkeypatch.setattr(sampling, "collect_rollouts", collect)
+    monkeypatch.setattr("srtrl.run.interrupt.REPEAT_SECONDS", 0.01)
 
 
-def test_interrupt_finishes_the_step_and_can_be_resumed(
-    run: TrainingResult,
-    signalling_recipe: Callable[[int], Recipe],
-    monkeypatch: pytest.MonkeyPatch,
+def test_interrupt_finishes_the_step_and_can_be_resumed_and_a_second_one_stops_at_once(
+    policy: Path, finished: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = signalling_recipe(signal.SIGTERM)
-    handler = signal.getsignal(signal.SIGINT)
-    result = train(recipe)
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert result.interrupted
-    assert result.num_steps == 1
+    recipe = make_recipe(policy, tmp_path, train__num_steps=2)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as once:
+        signal_while_decoding(signal.SIGTERM, once)
+        result = train(recipe)
+    assert (result.interrupted, result.num_steps) == (True, 1)
     assert (result.folder / "checkpoints" / "step_000001").is_dir()
-    monkeypatch.undo()
     resumed = train(recipe, resume=True)
-    assert not resumed.interrupted
-    assert resumed.num_steps == 2
-    assert learned(resumed.folder) == learned(run.folder)
-    assert weights(resumed.folder, 2) == weights(run.folder, 2)
+    assert (resumed.interrupted, resumed.num_steps) == (False, 2)
+    whole = finished(train__num_steps=2)
+    assert learned(resumed.folder) == learned(whole)
+    assert weights(resumed.folder, 2) == weights(whole, 2)
+
+    signal_while_decoding(signal.SIGINT, monkeypatch)
+    monkeypatch.setattr(trainer, "update_policy", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, overwrite=True)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert learned(resumed.folder) == []
 
 
 def test_an_interrupt_after_a_step_without_a_checkpoint_waits_for_one(
@@ -214,7 +202,7 @@ def test_an_interrupt_after_a_step_without_a_checkpoint_waits_for_one(
         self.interrupt.requested = True
 
     monkeypatch.setattr(Trainer, "checkpoint_if_due", then_interrupt)
-    result = train(make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=3))
+    result = train(make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=3, **QUICK))
     assert result.interrupted
     assert (result.folder / "checkpoints" / f"step_{result.num_steps:06d}").is_dir()
 
@@ -242,22 +230,11 @@ def test_a_signal_that_a_launcher_forwards_counts_once(
     assert [("--shutdown-timeout" in message) for message in said] == [bool(launcher)]
 
 
-def test_second_interrupt_stops_at_once(
-    tmp_path: Path, signalling_recipe: Callable[[int], Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "update_policy", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(KeyboardInterrupt):
-        train(signalling_recipe(signal.SIGINT))
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert learned(tmp_path / "run") == []
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": flawed("nan", at_call=3)}, "step 3, epoch 1, mini-batch 1: the loss .* is nan"),
-        ({"algorithm": flawed("no memory", at_call=3)}, "step 3, update: the device's memory is too small"),
+        ({"algorithm": flawed("nan", at_call=2)}, "step 2, epoch 1, mini-batch 1: the loss .* is nan"),
+        ({"algorithm": flawed("no memory", at_call=2)}, "step 2, update: the device's memory is too small"),
         ({"train__max_logprob_difference": 1e-12}, "There is no checkpoint yet"),
     ],
 )
@@ -265,14 +242,13 @@ def test_an_error_in_a_step_stops_with_the_last_checkpoint(
     policy: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     CALLS.clear()
-    once = {"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000}
-    recipe = make_recipe(policy, tmp_path, train__checkpoint_every=1, **once, **changes)
+    recipe = make_recipe(policy, tmp_path, train__checkpoint_every=1, **QUICK, **changes)
     with pytest.raises(TrainingStoppedError, match=message) as caught:
         train(recipe)
-    if "step 3" in message:
-        checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+    if "step 2" in message:
+        checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
         assert f"The last checkpoint is intact: {checkpoint}" in str(caught.value)
-        assert learned(tmp_path / "run")[-1]["step"] == 2
+        assert learned(tmp_path / "run")[-1]["step"] == 1
         build.build_policy(recipe, str(checkpoint), torch.device("cpu"))
 
 
@@ -289,16 +265,14 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
 ) -> None:
     end_step = Mock()
     monkeypatch.setattr(Drafter, "end_step", end_step)
-    result = train(make_recipe(policy, tmp_path, train__num_steps=2, rollout__drafter="srt", **changes))
+    result = train(make_recipe(policy, tmp_path, train__num_steps=2, rollout__drafter="srt", **QUICK, **changes))
     assert end_step.call_count >= 2, "history and run-aheads are those of another step all the same"
-    rows = [row for row in read_metrics(result.folder / "metrics.jsonl") if row["step"] > 0]
-    for row in rows:
+    _, *steps = rows = read_metrics(result.folder / "metrics.jsonl")
+    for row in steps:
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
         assert not any(name.endswith("grad_norm") for name in row), "neither policy nor critic learns"
         assert describe_step(row).endswith("no update: the filters left no sample")
-    assert len(rows) == 2
-    figures = run_figures(read_metrics(result.folder / "metrics.jsonl"))
-    assert figures["steps with nothing to learn from"] == "2"
+    assert run_figures(rows)["steps with nothing to learn from"] == "2"
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
     state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())
@@ -336,21 +310,21 @@ def test_a_run_that_cannot_start_deletes_nothing(
 def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(policy: Path, tmp_path: Path) -> None:
     """Also where it continues from an earlier checkpoint with a changed key."""
     file = tmp_path / "recipe.yaml"
-    recipe = make_recipe(policy, tmp_path, eval__before_and_after=False, train__checkpoint_every=1)
+    recipe = make_recipe(policy, tmp_path, train__num_steps=2, train__checkpoint_every=1, train__warmup_steps=0)
     file.write_text(dump_recipe(recipe), encoding="utf-8")
     with pytest.raises(ValueError, match=r"train\.num_step: unknown key, did you mean `num_steps`"):
         srtrl.load_recipe(file, ["train.num_step=3"])
     seen: list[tuple[int, Mapping[str, float]]] = []
     result = srtrl.train(srtrl.load_recipe(file), on_step=lambda *step: seen.append(step))
-    rows = read_metrics(result.folder / "metrics.jsonl")
+    _, *rows = read_metrics(result.folder / "metrics.jsonl")
     assert [{"step": step} | dict(row) for step, row in seen] == rows
-    assert len(rows) == 4
+    assert len(rows) == 2
     slower = srtrl.load_recipe(file, ["train.learning_rate=1e-5"])
     seen.clear()
-    srtrl.train(slower, resume=True, from_step=3, on_step=lambda *step: seen.append(step))
-    assert [(step, row["learning_rate"]) for step, row in seen] == [(4, 1e-5)]
+    srtrl.train(slower, resume=True, from_step=1, on_step=lambda *step: seen.append(step))
+    assert [(step, row["learning_rate"]) for step, row in seen] == [(2, 1e-5)]
     with pytest.raises(ValueError, match="needs --resume"):
-        srtrl.train(slower, from_step=3)
+        srtrl.train(slower, from_step=1)
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------
@@ -390,12 +364,9 @@ def test_data_order_is_a_permutation_in_each_epoch(num_prompts: int, seed: int, 
 
 
 def test_data_order_depends_on_seed_and_epoch() -> None:
-    epochs = [
-        [order.prompt_of(draw) for draw in range(start, start + 50)]
-        for order in (DataOrder(50, 0), DataOrder(50, 1))
-        for start in (0, 50)
-    ]
-    assert len(set(map(tuple, epochs))) == 4
+    orders = DataOrder(50, 0), DataOrder(50, 1)
+    epochs = {tuple(map(order.prompt_of, range(start, start + 50))) for order in orders for start in (0, 50)}
+    assert len(epochs) == 4
     with pytest.raises(ValueError, match="no training prompts"):
         DataOrder(0, 0)
 
@@ -410,18 +381,17 @@ def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
 
 
 def test_learning_rate() -> None:
-    def rates(schedule: Any, warmup: int = 4) -> list[float]:
+    def rates(schedule: str, warmup: int = 4) -> list[float]:
         """Of three training steps with four optimizer steps each."""
-        train = {"num_steps": 3, "learning_rate": 1.0, "warmup_steps": warmup, "schedule": schedule}
-        recipe = make_recipe(Path(), Path(), **{f"train__{name}": value for name, value in train.items()})
-        return [learning_rate_at(recipe.policy_updates, step, number) for step in (1, 2, 3) for number in range(4)]
+        changes = {"train__num_steps": 3, "train__learning_rate": 1.0, "train__warmup_steps": warmup}
+        plan = make_recipe(Path(), Path(), train__schedule=schedule, **changes).policy_updates
+        return [learning_rate_at(plan, step, number) for step in (1, 2, 3) for number in range(4)]
 
-    assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates("constant")[4:] == [1.0] * 8
-    assert rates("linear")[4:] == pytest.approx([1 - step / 8 for step in range(8)])
+    warm_up = [0.2, 0.4, 0.6, 0.8]
+    assert rates("constant") == pytest.approx([*warm_up, *[1.0] * 8])
+    assert rates("linear") == pytest.approx([*warm_up, *(1 - step / 8 for step in range(8))])
     assert rates("cosine")[8] == pytest.approx(0.5)
     assert rates("cosine", warmup=0)[0] == 1.0
-    assert min(rates("linear")) > 0
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(

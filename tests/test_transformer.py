@@ -119,9 +119,13 @@ def _small_model(dtype: torch.dtype = torch.float32) -> Transformer:
     return model
 
 
-def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_checkpointing_changes_no_gradient_and_decoding_first_spoils_no_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = _small_model()
-    sequences = random_sequences(97, LENGTHS)
+    token_ids = torch.cat(random_sequences(97, LENGTHS))
+    with torch.inference_mode():
+        decoded = model(token_ids, PackedPlan(LENGTHS, "cpu"))
     attend = Mock(side_effect=PackedPlan(LENGTHS, "cpu").attend)
     monkeypatch.setattr(PackedPlan, "attend", attend)
     gradients = []
@@ -129,20 +133,12 @@ def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPa
         model.gradient_checkpointing = recompute
         model.zero_grad()
         attend.reset_mock()
-        torch.autograd.backward(model(torch.cat(sequences), PackedPlan(LENGTHS, "cpu")).pow(2).sum())
+        hidden = model(token_ids, PackedPlan(LENGTHS, "cpu"))
+        torch.autograd.backward(hidden.pow(2).sum())
+        torch.testing.assert_close(hidden.detach(), decoded.clone())
         assert [call.args[0] for call in attend.call_args_list] == layers
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
-
-
-def test_decoding_first_does_not_spoil_the_update() -> None:
-    model = _small_model()
-    plan = PackedPlan((9,), "cpu")
-    with torch.inference_mode():
-        decoded = model(torch.arange(9), plan)
-    hidden = model(torch.arange(9), plan)
-    torch.autograd.backward(hidden.sum())
-    torch.testing.assert_close(hidden.detach(), decoded.clone())
 
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
@@ -160,19 +156,19 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, threads: i
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [5, 61, 1000, 40_001])
-def test_silu_of_a_row_does_not_depend_on_the_batch(width: int, dtype: torch.dtype, threads: int) -> None:
-    num_rows = 1 + 70_000 // width
-    gate_up = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype) * 10
-    gate, _ = gate_up.chunk(2, dim=-1)
-    with torch.no_grad():
-        values = silu(gate)
-        for row in range(0, num_rows, 1 + num_rows // 500):
-            assert torch.equal(silu(gate[row : row + 1])[0], values[row])
-    torch.testing.assert_close(values, functional.silu(gate))
+def test_silu_of_a_row_does_not_depend_on_the_batch(dtype: torch.dtype, threads: int) -> None:
+    for width in (5, 61, 1000, 40_001):
+        num_rows = 1 + 70_000 // width
+        gate_up = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype) * 10
+        gate, _ = gate_up.chunk(2, dim=-1)
+        with torch.no_grad():
+            values = silu(gate)
+            for row in range(0, num_rows, 1 + num_rows // 100):
+                assert torch.equal(silu(gate[row : row + 1])[0], values[row])
+        torch.testing.assert_close(values, functional.silu(gate))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)  # the machine may be busy
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     heads=st.sampled_from([(1, 1, 2), (2, 1, 5), (3, 3, 8), (6, 2, 8), (9, 3, 5)]),

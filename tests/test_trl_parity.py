@@ -67,20 +67,18 @@ CASES = {
 
 @dataclass
 class Numbers:
-    """Log-probs of ragged sequences and one advantage each."""
+    """Log-probs of ragged sequences and one advantage each, [B]."""
 
     new: Ragged
     old: Ragged
     ref: Ragged
     decoder: Ragged
     advantages: Tensor
-    """[B]"""
 
 
-@pytest.fixture(scope="module")
-def grpo_trainer() -> Any:
+def trl_module(name: str) -> Any:
     """TRL's module, imported when a test first needs it."""
-    return pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed: pip install 'trl>=1.0'")
+    return pytest.importorskip(f"trl.trainer.{name}", reason="TRL is not installed: pip install 'trl>=1.0'")
 
 
 def numbers_of(case: Case) -> Numbers:
@@ -171,13 +169,12 @@ def our_loss(case: Case, numbers: Numbers, rows: slice) -> tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_equal_trl(grpo_trainer: Any, name: str, num_micro_batches: int) -> None:
-    case = CASES[name]
-    numbers = numbers_of(case)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_loss_and_gradient_equal_trl(case: Case, num_micro_batches: int) -> None:
+    numbers, module = numbers_of(case), trl_module("grpo_trainer")
     size = NUM_SEQUENCES // num_micro_batches
     micro_batches = [slice(first, first + size) for first in range(0, NUM_SEQUENCES, size)]
-    theirs = [trl_loss(grpo_trainer, case, numbers, rows, num_micro_batches) for rows in micro_batches]
+    theirs = [trl_loss(module, case, numbers, rows, num_micro_batches) for rows in micro_batches]
     ours = [our_loss(case, numbers, rows) for rows in micro_batches]
     their_gradient, our_gradient = (torch.cat([gradient for _, gradient, _ in parts]) for parts in (theirs, ours))
     assert their_gradient.abs().max() > 1e-3
@@ -193,7 +190,6 @@ def test_loss_and_gradient_equal_trl(grpo_trainer: Any, name: str, num_micro_bat
 
 def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
     """TRL's RLOO takes the ratio of whole responses; on the policy that sampled its gradient is REINFORCE's."""
-    module = pytest.importorskip("trl.trainer.rloo_trainer", reason="TRL is not installed: pip install 'trl>=1.0'")
     case = Case("", "policy_gradient", "sequence_mean_token_sum")
     numbers = numbers_of(case)
     numbers.new = numbers.old
@@ -201,6 +197,6 @@ def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
     new.requires_grad_()
     old = (new.detach() * mask).sum(1)
     inputs = trl_tokens(mask) | {"old_logps": old, "advantages": numbers.advantages}
-    loss = module.RLOOTrainer._compute_loss(stand_in(case, new, 1), None, inputs)
+    loss = trl_module("rloo_trainer").RLOOTrainer._compute_loss(stand_in(case, new, 1), None, inputs)
     _, our_gradient, _ = our_loss(case, numbers, slice(0, NUM_SEQUENCES))
     torch.testing.assert_close(our_gradient, torch.autograd.grad(loss, new)[0][mask], rtol=1e-12, atol=1e-14)

@@ -1,29 +1,42 @@
 """The update of a tiny float64 policy against one padded batch in plain PyTorch (`padded_update.py`), and by hand.
 
-Padding, order and micro-batch size do not change the gradient: packed in any way, it is that of one padded batch.
+Padding, order and micro-batch size do not change the gradient: packed in any way, it is that of one padded batch. What
+stops an update does so before the weights change, with a message that says what helps.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tiny_run
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from padded_update import LOSSES, RATIO_CAP, REDUCTIONS, padded_step
+from padded_update import LOSSES, RATIO_CAP, REDUCTIONS, naive_batches, padded_step
 from torch import Tensor
-from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, naive_logprobs, update
+from update_cases import CALLS, RecordingSGD, flawed, make_policy, make_recipe, make_sequences, update
 
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import PolicyObjective, response_logprobs
-from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.update import mini_batches, with_logprobs
+from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
+from srtrl.trainer import build
+from srtrl.trainer.objective import (
+    LogprobDifferenceError,
+    NonFiniteError,
+    PolicyObjective,
+    logprob_difference,
+    response_logprobs,
+)
+from srtrl.trainer.trainer import Trainer
+from srtrl.trainer.update import mini_batches
 from srtrl.types import TrainSequence
 
 LOW, HIGH = 0.1, 0.15
@@ -58,42 +71,26 @@ def make_draws(sizes: dict[int, int]) -> list[TrainSequence]:
     size=st.integers(1, 14),
     num_epochs=st.integers(1, 4),
     seed=st.integers(0, 3),
+    step=st.integers(1, 3),
 )
-def test_every_epoch_has_every_draw_once_and_whole(
-    sizes: dict[int, int], size: int, num_epochs: int, seed: int
+def test_every_epoch_has_every_draw_once_and_whole_in_a_seeded_order(
+    sizes: dict[int, int], size: int, num_epochs: int, seed: int, step: int
 ) -> None:
     """Draws may have gaps (filters dropped some) and different sizes (overlong filtering)."""
-    sizes = dict(sorted(sizes.items()))
+    sequences = make_draws(dict(sorted(sizes.items())))
     plan = replace(PLAN, mini_batch_prompts=size, num_epochs=num_epochs)
-    found = list(mini_batches(make_draws(sizes), plan, seed=seed, step=1))
+    names, batches = zip(*mini_batches(sequences, plan, seed=seed, step=step), strict=True)
+    ids, expected = (
+        [[int(one.token_ids[0]) for one in batch] for batch in some]
+        for some in (batches, naive_batches(sequences, plan, seed, step))
+    )
+    assert ids == expected
     per_epoch = -(-len(sizes) // size)
-    names = [f"epoch {epoch + 1}, mini-batch {n + 1}" for epoch in range(num_epochs) for n in range(per_epoch)]
-    assert [name for name, _ in found] == names
-    for start in range(0, len(found), per_epoch):
-        batches = [batch for _, batch in found[start : start + per_epoch]]
-        ids = [[int(one.token_ids[0]) for one in batch] for batch in batches]
-        flat = list(chain.from_iterable(ids))
-        assert sorted(flat) == list(range(sum(sizes.values())))
-        assert all(row == sorted(row) for row in ids), "packing would depend on the draw"
-        draws = [{one.draw_index for one in batch} for batch in batches]
-        assert [len(row) for row in draws[:-1]] == [size] * (per_epoch - 1)
-        assert [len(row) for row in ids] == [sum(sizes[draw] for draw in row) for row in draws], "a draw was cut"
-        if start == 0:
-            assert flat == sorted(flat), "the first epoch is in data order"
-
-
-def test_later_epochs_have_a_seeded_order_of_their_own() -> None:
-    sequences = make_draws(dict.fromkeys(range(100, 120), 3))
-    plan = replace(PLAN, mini_batch_prompts=4, num_epochs=3)
-
-    def orders(seed: int, step: int) -> list[str]:
-        found = [batch for _, batch in mini_batches(sequences, plan, seed=seed, step=step)]
-        return [str([[int(one.token_ids[0]) for one in batch] for batch in found[i : i + 5]]) for i in (0, 5, 10)]
-
-    assert orders(0, 5) == orders(0, 5)
-    assert orders(0, 5)[0] == orders(1, 6)[0]
-    distinct = {*orders(0, 5), orders(0, 6)[1], orders(1, 5)[1]}
-    assert len(distinct) == 5, "epochs, steps and seeds must have orders of their own"
+    assert list(names) == [f"epoch {e + 1}, mini-batch {n + 1}" for e in range(num_epochs) for n in range(per_epoch)]
+    for start in range(0, len(ids), per_epoch):
+        flat = list(chain.from_iterable(ids[start : start + per_epoch]))
+        assert sorted(flat) == list(range(len(sequences)))
+        assert start or flat == sorted(flat), "the first epoch is in data order"
 
 
 # --- Losses, reductions and KL against one padded batch -------------------------------------------------------------
@@ -152,12 +149,15 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(loss: str, reduction: 
     """Float64: to 1e-12 of the padded batch's. Float32: among each other to 1e-6 (about 1e-7 is found)."""
     tied = LOSSES.index(loss) % 2 == 0
     rng = np.random.default_rng((LOSSES.index(loss), REDUCTIONS.index(reduction)))
-    sequences = random_case(make_policy(scale=SCALE, tied=tied), seed=int(rng.integers(1000)))
+    sequences = random_case(make_policy(scale=SCALE, tied=tied), seed=11 + REDUCTIONS.index(reduction))
     algorithm = {"loss": loss, "reduction": reduction, **options}
     whole = recipe_of(len(sequences), algorithm)
     expected, (gradient,) = padded_step(make_policy(scale=SCALE, tied=tied), sequences, whole)
+    clips = [share for name, share in expected.items() if name.startswith("clip_share/")]
+    assert len(clips) == {"dual_clip": 3, "policy_gradient": 0}.get(loss, 2)
+    assert all(0 < share < 1 for share in clips), "or the comparison would show less than it seems to"
     in_float32: list[list[Tensor]] = []
-    for budget in (16, int(rng.integers(17, 60)), 1000):
+    for budget in (int(rng.integers(16, 60)), 1000):
         recipe = recipe_of(len(sequences), algorithm, budget)
         reordered = [sequences[index] for index in rng.permutation(len(sequences))]
         found, metrics = packed_gradient(recipe, reordered, tied=tied)
@@ -172,45 +172,25 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(loss: str, reduction: 
         assert distance(in_float32[-1], gradient) < 1e-5, "the weights alone are rounded by 6e-8"
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "gspo", "cispo"])
-def test_the_cases_meet_every_clip(loss: str) -> None:
-    """Or the comparison above would show less than it seems to."""
-    sequences = random_case(make_policy(scale=SCALE), seed=0)
-    _, metrics = packed_gradient(recipe_of(len(sequences), {"loss": loss}), sequences)
-    clips = {name: share for name, share in metrics.items() if name.startswith("clip_share/")}
-    assert len(clips) == (3 if loss == "dual_clip" else 2)
-    assert all(0 < share < 1 for share in clips.values()), clips
-
-
-def test_logprobs_equal_one_sequence_at_a_time() -> None:
-    policy = make_policy()
-    sequences = make_sequences(policy)
-    context = UpdateContext(recipe=make_recipe(train__micro_batch_tokens=20), step=1)
-    for filled, sequence in zip(with_logprobs("old_logprobs", policy, sequences, context), sequences, strict=True):
-        assert filled.old_logprobs is not None
-        assert filled.old_logprobs.dtype == np.float32
-        np.testing.assert_allclose(filled.old_logprobs, naive_logprobs(policy, sequence), rtol=1e-6)
-        assert replace(filled, old_logprobs=None) == sequence
-
-
 # --- Whole steps ------------------------------------------------------------------------------------------------------
 
-KL = {"coefficient": 0.05}
 
-
-@pytest.mark.parametrize("num_epochs", [1, 2])
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "num_epochs"),
     [
-        *({"loss": loss, "old_logprobs": "recompute", "importance_cap": 1.2} for loss in ("ppo_clip", "gspo")),
-        {"loss": "ppo_clip", "clip_high": 0.3, "old_logprobs": "rollout"},
+        ({"loss": "ppo_clip", "old_logprobs": "recompute", "importance_cap": 1.2}, 2),
+        ({"loss": "gspo", "old_logprobs": "recompute", "importance_cap": 1.2}, 1),
+        ({"loss": "ppo_clip", "clip_high": 0.3, "old_logprobs": "rollout"}, 2),
     ],
     ids=str,
 )
 def test_two_steps_have_the_metrics_and_weights_of_padded_batches(algorithm: dict[str, Any], num_epochs: int) -> None:
-    """Of three mini-batches an epoch. Metrics are means over all tokens of all mini-batches."""
+    """Of three mini-batches an epoch. Metrics are means over all tokens of all mini-batches.
+
+    Log-probs of decoder and trainer are compared in the first mini-batch alone, or as they are recomputed.
+    """
     recipe = make_recipe(
-        algorithm={"clip_high": 0.2, **algorithm, "kl": KL},
+        algorithm={"clip_high": 0.2, **algorithm, "kl": {"coefficient": 0.05}},
         train__mini_batch_prompts=1,
         train__num_epochs=num_epochs,
         train__micro_batch_tokens=20,
@@ -294,3 +274,125 @@ def recorded_packs(
         context.setattr("srtrl.trainer.objective.response_logprobs", recording)
         gradient, _ = packed_gradient(recipe_of(len(sequences), {"kl": {}} | options, 30), sequences)
     return gradient, num_computed
+
+
+# --- What stops an update --------------------------------------------------------------------------------------------
+
+
+def is_unchanged(policy: Transformer, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
+def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token that is off by 2 nats stops no run by itself: the mean over all tokens counts."""
+    policy = make_policy()
+    sequences = make_sequences(policy)
+    sequences[4].rollout_logprobs[1] -= 2.0
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    expected = 2.0 / sum(len(sequence.rollout_logprobs) for sequence in sequences)
+
+    def limited(limit: float) -> Recipe:
+        algorithm = {"old_logprobs": old_logprobs}
+        return make_recipe(algorithm=algorithm, train__micro_batch_tokens=16, train__max_logprob_difference=limit)
+
+    message = (
+        r"step 7.*: the mean absolute difference .* is (\S+) nats per token, more than train\.max_logprob_difference "
+        ".*; the policy's weights were not changed by this step"
+    )
+    assert update(policy, RecordingSGD(policy), sequences, limited(0.99 * expected), step=7)["grad_norm"] > 0
+    policy.load_state_dict(before)  # those were too few tokens to stop a run
+    monkeypatch.setattr("srtrl.trainer.objective.MIN_COMPARED_TOKENS", 1)
+    with pytest.raises(LogprobDifferenceError, match=message) as caught:
+        update(policy, RecordingSGD(policy), sequences, limited(0.99 * expected), step=7)
+    found = re.search(message, str(caught.value))
+    assert found is not None
+    assert float(found.group(1)) == pytest.approx(expected, rel=1e-4)
+    assert is_unchanged(policy, before)
+    metrics = update(policy, RecordingSGD(policy), sequences, limited(1.01 * expected), step=7)
+    assert metrics["logprob_difference/max"] == pytest.approx(2.0, abs=1e-5)
+
+
+def test_logprob_difference_of_a_nan_is_non_finite() -> None:
+    sequences = make_sequences(make_policy())
+    trainer = [sequence.rollout_logprobs.copy() for sequence in sequences]
+    trainer[2][0] = np.nan
+    with pytest.raises(NonFiniteError, match="step 3: a log-prob by the trainer is not a finite number"):
+        logprob_difference(sequences, np.concatenate(trainer), limit=0.1, where="step 3")
+
+
+def loss_with_metrics(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, **__: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One metric that has the name of srtrl's, and one for micro-batches with a positive advantage alone."""
+    ones = torch.ones_like(advantages)
+    return -logprobs, {"entropy": 3 * ones, **({"rare": ones} if bool((advantages > 0).any()) else {})}
+
+
+def test_a_users_metrics_are_logged_under_loss_and_count_as_zero_where_they_are_absent() -> None:
+    policy = make_policy()
+    sequences = make_sequences(policy)
+    recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_metrics", train__micro_batch_tokens=16)
+    packs = list(pack(sequences, 16, "cpu"))
+    lengths = [len(packed.advantages) for packed in packs]
+    metrics = update(policy, RecordingSGD(policy), sequences, recipe)
+    assert metrics["loss/entropy"] == 3
+    assert metrics["entropy"] != 3
+    positive = sum(len(packed.advantages) for packed in packs if bool((packed.advantages > 0).any()))
+    assert 0 < positive < sum(lengths)
+    assert metrics["loss/rare"] == pytest.approx(positive / sum(lengths))
+
+
+WHERE = "step 4, epoch 1, mini-batch 1: the"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (flawed("nan"), NonFiniteError, rf"{WHERE} loss \(algorithm\.loss update_cases:incorrect_loss\) is nan"),
+        (flawed("infinite slope"), NonFiniteError, f"{WHERE} gradient norm is (nan|inf)"),
+        (flawed("no memory", at_call=3), torch.OutOfMemoryError, "out of memory"),
+        (
+            {"loss": "ppo_clipp"},
+            ValueError,
+            "`ppo_clipp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`",
+        ),
+        ({"reduction": "mean"}, ValueError, "`mean` is not in srtrl/algorithms/reductions.py"),
+    ],
+)
+def test_an_incorrect_function_stops_before_any_change(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """In an update of several micro-batches."""
+    CALLS.clear()
+    policy = make_policy()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    recipe = make_recipe(algorithm=options, train__micro_batch_tokens=16)
+    with pytest.raises(error, match=message):
+        update(policy, RecordingSGD(policy), make_sequences(policy), recipe, step=4)
+    assert is_unchanged(policy, before)
+
+
+# --- Messages when memory runs out ------------------------------------------------------------------------------------
+
+TORCHS_WORDS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.50 GiB is "
+    "free. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated memory is large try "
+    "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+)
+
+
+def test_the_message_names_the_stage_and_options_that_help(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UpdateMemoryError) as caught, explain_out_of_memory("step 3, update"):
+        raise torch.OutOfMemoryError(TORCHS_WORDS)
+    text = str(caught.value)
+    assert text.startswith("step 3, update: the device's memory is too small. CUDA out of memory. Tried to allocate")
+    assert "70.00 GiB is allocated by PyTorch." in text
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in text
+    assert "train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true" in text
+    monkeypatch.setattr(build, "make_policy_optimizer", Mock(side_effect=torch.OutOfMemoryError(TORCHS_WORDS)))
+    with pytest.raises(UpdateMemoryError, match=r"(?s)^loading the models: the device's memory is too small.*--check"):
+        Trainer(tiny_run.make_recipe(policy, tmp_path))
+    assert "start again with --overwrite" in how_to_resume(tmp_path / "empty")

@@ -1,5 +1,6 @@
 """A tiny float64 policy, its training sequences and naive log-probs: what the tests of the update share."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,3 +142,27 @@ class RecordingSGD(torch.optim.SGD):
         self.gradients.append([parameter.grad.clone() for parameter in parameters])
         self.rates.append(self.param_groups[0]["lr"])
         return super().step(closure)
+
+
+CALLS: list[str] = []
+"""Of `incorrect_loss`."""
+
+
+def incorrect_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, flaw: str, at_call: int = 1, **options: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of a user's own; see `flawed`."""
+    CALLS.append(flaw)
+    match flaw if len(CALLS) == at_call else "none":
+        case "nan":
+            return logprobs * math.nan, {}
+        case "infinite slope":
+            return (logprobs - logprobs.detach()).sqrt(), {}
+        case "no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+    return -logprobs, {}
+
+
+def flawed(flaw: str, at_call: int = 1) -> dict[str, Any]:
+    """Values of `algorithm` with a loss that has this flaw at one call, counted from where `CALLS` was cleared."""
+    return {"loss": f"{__name__}:incorrect_loss", "loss_options": {"flaw": flaw, "at_call": at_call}}
