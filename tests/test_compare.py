@@ -4,11 +4,11 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 from bench_cases import run
 from recipe_cases import recipe_text
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
+from srtrl.cli import app
 from srtrl.metrics import MetricLog
 from srtrl.report.compare import group_runs
 from srtrl.report.runs import read_run
@@ -36,11 +36,6 @@ def make_run(
 
 compare = partial(run, "compare")
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 def rows_of(result: Result) -> list[list[str]]:
@@ -97,7 +92,7 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
 
 
 def test_a_group_is_named_after_its_runs_without_the_seed_else_after_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     for names, label in ((("grpo-seed-10", "grpo-seed-11"), "grpo"), (("run1", "run2"), "run"), (("x", "y"), "x")):
         folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
@@ -105,8 +100,8 @@ def test_a_group_is_named_after_its_runs_without_the_seed_else_after_its_folder(
     folders = [make_run(tmp_path / "1" / "run"), make_run(tmp_path / "2" / "run", loss="gspo")]
     groups = group_runs([read_run(folder) for folder in folders], "eval/accuracy")
     assert [group.label for group in groups] == [str(folder) for folder in folders]
-    monkeypatch.setenv("COLUMNS", "80")  # a narrow table has the whole names of many runs
     losses = ("ppo_clip", "gspo", "cispo", "dual_clip", "policy_gradient", "gspo_token")
     long = [f"quickstart_without_kl_variant_{letter}" for letter in "abcdef"]
     folders = [make_run(tmp_path / name, loss=loss) for name, loss in zip(long, losses, strict=True)]
-    assert [row[:5] for row in rows_of(compare(*folders))] == [[name, "0.3", "0.7", "+0.4", "0 to 4"] for name in long]
+    narrow = CliRunner().invoke(app, ["compare", *map(str, folders)], env={"COLUMNS": "80"})  # names are whole there
+    assert [row[:5] for row in rows_of(narrow)] == [[name, "0.3", "0.7", "+0.4", "0 to 4"] for name in long]
