@@ -8,10 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bench_cases import run as call
 from tiny_run import assert_same_run, learned_rows, make_policy
-from typer.testing import CliRunner, Result
 
-from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import FORMAT, delete
@@ -32,10 +31,6 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(finished: Callable[[], Path], tmp_path: Path) -> Path:
     """A copy of a run of four steps with checkpoints at 2 and 4, to be damaged."""
     return Path(shutil.copytree(finished(), tmp_path / "run"))
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def without(prefix: str) -> Callable[[bytes], bytes]:

@@ -160,7 +160,5 @@ def test_the_final_answer_as_it_is_written_in_no_quadratic_time() -> None:
         assert extract(text) == answer, text
     for unit in ("\\boxed{", "$$", "\\[", "\\(", "answer is ", "1,", "<answer>", "$"):
         start = time.process_time()
-        extract_answer(unit * 20_000)
-        assert time.process_time() - start < 4, (
-            unit
-        )  # 20,000 starts x 40,000 characters would take a quarter of a minute
+        extract_answer(unit * 10_000)
+        assert time.process_time() - start < 2, unit  # 10,000 starts x 20,000 characters would take longer

@@ -139,13 +139,14 @@ def test_show_config_says_whether_a_step_fits_and_what_would_help(
         assert part in result.output
 
 
-def test_two_and_three_layers_tell_the_activations_of_all() -> None:
+OPTIONS: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 8}, "dtype": "float32"}]
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIONS[1:])])
+def test_two_and_three_layers_tell_the_activations_of_all(options: dict[str, Any]) -> None:
     config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=5)
-    cases: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 8}, "dtype": "float32"}]
-    for options in cases:
-        section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
-        found = memory._activation_bytes(config, section.model_dump_json(), 500)
-        assert found == memory._peak_bytes(config, section, 500), options
+    section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
+    assert memory._activation_bytes(config, section.model_dump_json(), 500) == memory._peak_bytes(config, section, 500)
 
 
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
