@@ -2,16 +2,15 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
-import pytest
 from bench_cases import run
 from recipe_cases import recipe_text
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
+from srtrl.cli import app
 from srtrl.metrics import MetricLog
-from srtrl.report.compare import RunGroup, draw_comparison, group_runs
+from srtrl.report.compare import group_runs
 from srtrl.report.runs import read_run
 
 
@@ -36,15 +35,7 @@ def make_run(
 
 
 compare = partial(run, "compare")
-
-
-def groups_of(folders: list[Path]) -> list[RunGroup]:
-    return group_runs([read_run(folder) for folder in folders], "eval/accuracy")
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def rows_of(result: Result) -> list[list[str]]:
@@ -53,36 +44,41 @@ def rows_of(result: Result) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
 
 
-def test_runs_that_differ_in_the_seed_are_one_column(tmp_path: Path) -> None:
+def test_runs_that_differ_in_the_seed_are_one_column_and_its_picture_shows_each(tmp_path: Path) -> None:
     gains = (0.1, 0.12, 0.05)
     ours = [make_run(tmp_path / f"ppo_s{seed}", seed=seed, gain=gain) for seed, gain in enumerate(gains)]
-    other = make_run(tmp_path / "gspo", loss="gspo", gain=0.08)
-    assert rows_of(compare(ours[2], other, ours[0], ours[1])) == [
+    folders = [ours[2], make_run(tmp_path / "gspo", loss="gspo", gain=0.08), ours[0], ours[1]]
+    out = tmp_path / "curve.svg"
+    result = compare(*folders, "--out", out)
+    assert rows_of(result) == [
         ["ppo", "0.3", "0.66 (0.5 to 0.78)", "+0.36 (+0.2 to +0.48)", "0 to 4", "0, 1, 2", "14", "400"],
         ["gspo", "0.3", "0.62", "+0.32", "0 to 4", "0", "14", "400"],
     ]
+    assert f"the picture is in {out}" in result.stdout
+    text = out.read_text(encoding="utf-8")
+    assert compare(*folders, "--out", out).exit_code == 0, "a picture may be drawn again"
+    assert out.read_text(encoding="utf-8") == text, "the same for the same runs"
+    out.write_text("mine")
+    assert (compare(*folders, "--out", out).exit_code, out.read_text()) == (2, "mine")
+    assert compare(*folders, "--out", out, "--force").exit_code == 0
+    assert out.read_text(encoding="utf-8") == text
+    assert len(text) < 30_000
+    texts, paths = (list(ElementTree.fromstring(text).iter(f"{SVG}{name}")) for name in ("text", "path"))
+    assert {"ppo (mean of 3)", "gspo", "step"} <= {element.text for element in texts}
+    points = [path.get("d", "").count("L") for path in paths]
+    assert points.count(2) >= 5, "three seeds and two means, of three points each"
 
 
-def test_a_single_run_has_no_spread_and_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "alone_s0")
-    for metric in ("reward/mean", "reward"):
+def test_a_metric_has_no_spread_in_a_single_run_and_is_answered_with_names_where_there_is_none(tmp_path: Path) -> None:
+    run, late = make_run(tmp_path / "a_s0"), make_run(tmp_path / "a_s1", seed=1)
+    for metric in ("reward/mean", "reward"):  # begins where it is logged
         assert rows_of(compare(run, "--metric", metric))[0][1:5] == ["0.5", "2", "+1.5", "1 to 4"]
-
-
-def test_a_metric_that_is_not_there_is_answered_with_groups_or_with_those_of_its_group(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "alone")
     groups = "eval/..., groups/..., reward/..., time/..., tokens/..."
     for metric, names in (("speed", groups), ("tokens/x", "tokens/prompt, tokens/response")):
         assert compare(run, "--metric", metric).stderr.endswith(f" there: {names}\n")
-
-
-def test_a_narrow_table_has_the_whole_names_of_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    names = [f"quickstart_without_kl_variant_{letter}" for letter in "abcdefgh"]
-    losses = ("ppo_clip", "gspo", "cispo", "dual_clip", "policy_gradient", "gspo_token")
-    folders = [make_run(tmp_path / name, loss=loss) for name, loss in zip(names, losses, strict=False)]
-    rows = rows_of(compare(*folders))
-    assert [row[:5] for row in rows] == [[name, "0.3", "0.7", "+0.4", "0 to 4"] for name in names[: len(losses)]]
+    (late / "metrics.jsonl").write_text('{"step": 3, "eval/accuracy": 0.5}\n')
+    result = compare(run, late)
+    assert (result.exit_code, "have `eval/accuracy` at no common step" in result.stderr) == (2, True)
 
 
 def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) -> None:
@@ -95,38 +91,17 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
     assert f"{part} has done 3 steps and is not finished" in result.stdout
 
 
-def test_runs_without_a_common_step_cannot_be_compared(tmp_path: Path) -> None:
-    run, late = make_run(tmp_path / "a_s0"), make_run(tmp_path / "a_s1", seed=1)
-    (late / "metrics.jsonl").write_text('{"step": 3, "eval/accuracy": 0.5}\n')
-    result = compare(run, late)
-    assert (result.exit_code, "have `eval/accuracy` at no common step" in result.stderr) == (2, True)
-
-
-def test_a_group_is_named_after_its_runs_without_the_seed_else_after_its_folder(tmp_path: Path) -> None:
+def test_a_group_is_named_after_its_runs_without_the_seed_else_after_its_folder(
+    tmp_path: Path,
+) -> None:
     for names, label in ((("grpo-seed-10", "grpo-seed-11"), "grpo"), (("run1", "run2"), "run"), (("x", "y"), "x")):
         folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
-        assert [group.label for group in groups_of(folders)] == [label]
+        assert [row[0] for row in rows_of(compare(*folders))] == [label]
     folders = [make_run(tmp_path / "1" / "run"), make_run(tmp_path / "2" / "run", loss="gspo")]
-    assert [group.label for group in groups_of(folders)] == [str(folder) for folder in folders]
-
-
-def test_the_picture_is_small_reproducible_and_shows_every_seed(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / f"ppo_s{seed}", seed=seed, gain=0.1 + seed / 50) for seed in range(3)]
-    folders.append(make_run(tmp_path / "gspo", loss="gspo"))
-    out = tmp_path / "curve.svg"
-    result = compare(*folders, "--out", out)
-    assert (result.exit_code, f"the picture is in {out}" in result.stdout) == (0, True)
-    text = out.read_text(encoding="utf-8")
-    assert compare(*folders, "--out", out).exit_code == 0, "a picture may be drawn again"
-    out.write_text("mine")
-    assert (compare(*folders, "--out", out).exit_code, out.read_text()) == (2, "mine")
-    assert compare(*folders, "--out", out, "--force").exit_code == 0
-    assert out.read_text(encoding="utf-8") == text == draw_comparison(groups_of(folders), "eval/accuracy")
-    assert len(text) < 30_000
-    assert {"ppo (mean of 3)", "gspo", "step"} <= {element.text for element in _elements(text, "text")}
-    points = [path.get("d", "").count("L") for path in _elements(text, "path")]
-    assert points.count(2) >= 5, "three seeds and two means, of three points each"
-
-
-def _elements(svg: str, name: str) -> list[Any]:
-    return list(ElementTree.fromstring(svg).iter(f"{{http://www.w3.org/2000/svg}}{name}"))
+    groups = group_runs([read_run(folder) for folder in folders], "eval/accuracy")
+    assert [group.label for group in groups] == [str(folder) for folder in folders]
+    losses = ("ppo_clip", "gspo", "cispo", "dual_clip", "policy_gradient", "gspo_token")
+    long = [f"quickstart_without_kl_variant_{letter}" for letter in "abcdef"]
+    folders = [make_run(tmp_path / name, loss=loss) for name, loss in zip(long, losses, strict=True)]
+    narrow = CliRunner().invoke(app, ["compare", *map(str, folders)], env={"COLUMNS": "80"})  # names are whole there
+    assert [row[:5] for row in rows_of(narrow)] == [[name, "0.3", "0.7", "+0.4", "0 to 4"] for name in long]

@@ -8,10 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe, train
-from typer.testing import CliRunner, Result
+from bench_cases import run as call
+from tiny_run import assert_same_run, learned_rows, make_policy
 
-from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import FORMAT, delete
@@ -22,20 +21,16 @@ LAST = "checkpoints/step_000004"
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 
 
-@pytest.fixture(scope="module")
-def finished(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4."""
-    return train(make_recipe(policy, tmp_path_factory.mktemp("runs"))).folder
+@pytest.fixture(autouse=True)
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without their pictures, which take seconds."""
+    monkeypatch.setattr("srtrl.report.page.draw", lambda *_: None)
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(finished: Callable[[], Path], tmp_path: Path) -> Path:
+    """A copy of a run of four steps with checkpoints at 2 and 4, to be damaged."""
+    return Path(shutil.copytree(finished(), tmp_path / "run"))
 
 
 def without(prefix: str) -> Callable[[bytes], bytes]:
@@ -68,21 +63,11 @@ WAYS: dict[str, Callable[[bytes], bytes]] = {
     "half-list": lambda data: data[: data.index(b"trackers: [") + len(b"trackers: [")],
 }
 DAMAGES = """
-flipped LAST/model.safetensors: train POLICY
-cut LAST/model.safetensors: train POLICY
-lost LAST/model.safetensors: train POLICY
-flipped LAST/OPTIMIZER: train
-lost LAST/OPTIMIZER: train
+flipped|cut|lost LAST/model.safetensors: train POLICY
+flipped|lost LAST/OPTIMIZER: train
 format-2 LAST/state.json: train
 lost LAST/state.json: train POLICY
-lost LAST/manifest.json: train POLICY
-cut LAST/manifest.json: train POLICY
-{} LAST/manifest.json: train POLICY
-fileless LAST/manifest.json: train POLICY
-weightless LAST/manifest.json: train POLICY
-stateless LAST/manifest.json: train POLICY
-momentless LAST/manifest.json: train POLICY
-infinite LAST/manifest.json: train POLICY
+lost|cut|{}|fileless|weightless|stateless|momentless|infinite LAST/manifest.json: train POLICY
 lost LAST/manifest.json + lost LAST/state.json: train
 lost LAST/manifest.json + unknown-key LAST/state.json: train
 linked LAST: train
@@ -90,18 +75,16 @@ other checkpoints/step_000003: train
 lost checkpoints => no checkpoint: train POLICY
 other LAST/tokenizer.json => LAST: train trie POLICY
 other LAST/config.json: train trie POLICY
-half-row metrics.jsonl: train READERS
+half-row|empty|lost metrics.jsonl: train READERS
 other-row metrics.jsonl: train
-empty metrics.jsonl: train READERS
-lost metrics.jsonl: train READERS
 other rollouts/step_000004.parquet: report trie rollouts
 other rollouts/step_x.parquet: report trie rollouts
 flipped rollouts/step_000004.parquet: trie rollouts
 other-digit recipe.yaml: train
-other recipe.yaml: train READERS eval
-half-list recipe.yaml: train READERS eval
+other|half-list recipe.yaml: train READERS eval
 """
-"""How a file is damaged (and another one) => what each of the commands names, by default that file: the commands."""
+"""How a file is damaged, one way after the other (and another file) => what each of the commands names, by default that
+file: the commands."""
 NAMES = {
     "LAST": LAST,
     "OPTIMIZER": OPTIMIZER,
@@ -122,15 +105,6 @@ def damage(run: Path, way: str, name: str) -> None:
         path.write_bytes(WAYS[way](path.read_bytes() if path.is_file() else b""))
 
 
-def make_old(run: Path) -> None:
-    """Make it a run of an earlier version: another layout, neither manifests nor a checksum of the recipe."""
-    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().partition("\n")[2])
-    for folder in (run / "checkpoints").iterdir():
-        (folder / "manifest.json").unlink()
-        state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
-
-
 COMMANDS: dict[str, list[object]] = {
     "train": ["--resume"],
     "eval": ["eval.num_problems=1"],
@@ -146,23 +120,32 @@ def test_a_damaged_run_gives_one_clear_line(row: str, run: Path, monkeypatch: py
         row = row.replace(name, meaning)
     damages, _, commands = row.partition(": ")
     damages, _, named = damages.partition(" => ")
-    for way, name in (one.split() for one in damages.split(" + ")):
-        damage(run, way, name)
-        expected = named or Path(name).name
+    first, *further = damages.split(" + ")
+    ways, _, file = first.partition(" ")
     monkeypatch.chdir(run.parent)
-    before = sorted(run.parent.rglob("*"))
-    for command in commands.split():
-        result = call(command, run, *COMMANDS[command])
-        assert sorted(run.parent.rglob("*")) == before, command
-        assert result.exit_code == 2, (command, result.exception, result.stdout)
-        assert result.stderr.startswith("error: ")
-        assert expected in result.stderr, command
-        assert result.stderr.count("\n") == 1, command
+    for number, way in enumerate(ways.split("|")):
+        copy = Path(shutil.copytree(run, run.parent / f"copy{number}" / "run"))
+        for one, name in [(way, file), *(each.split() for each in further)]:
+            damage(copy, one, name)
+            expected = named or Path(name).name
+        before = sorted(run.parent.rglob("*"))
+        for command in commands.split():
+            result = call(command, copy, *COMMANDS[command])
+            assert sorted(run.parent.rglob("*")) == before, (way, command)
+            assert result.exit_code == 2, (way, command, result.exception, result.stdout)
+            assert result.stderr.startswith("error: "), (way, command)
+            assert expected in result.stderr, (way, command)
+            assert result.stderr.count("\n") == 1, (way, command)
 
 
 def test_a_run_of_an_earlier_version_is_read_but_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has another layout, and neither manifests nor a checksum of the recipe."""
     monkeypatch.chdir(run.parent)
-    make_old(run)
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().partition("\n")[2])
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "manifest.json").unlink()
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
     (run / ".lock").write_bytes(b"")
     for command, options in COMMANDS.items():
         result = call(command, run, *options)
@@ -173,78 +156,68 @@ def test_a_run_of_an_earlier_version_is_read_but_not_resumed(run: Path, monkeypa
             assert (result.exit_code, result.stderr) == (0, ""), (command, result.exception)
 
 
-def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_there(run: Path, finished: Path) -> None:
+# --- What a resume goes on from, and what it refuses ------------------------------------------------------------------
+
+
+def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: Callable[[], Path]) -> None:
     damage(run, "flipped", f"{LAST}/{OPTIMIZER}")
-    refused = call("train", run, "--resume")
-    assert f"{LAST}/{OPTIMIZER} is missing or not as manifest.json lists it" in refused.stderr
-    assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused.stderr
+    damage(run, "empty", "rollouts/step_000003.parquet")  # written again
+    refused = call("train", run, "--resume").stderr
+    assert f"{LAST}/{OPTIMIZER} is missing or not as manifest.json lists it" in refused
+    assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused
     assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0
-    assert_same_run(run, finished)
-
-
-def test_changed_prompts_and_start_models_are_not_resumed(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def reordered(*arguments: object, **_: object) -> object:
-        return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
-
-    other = make_policy(tmp_path / "other", seed=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "load_task", reordered)
-        assert "the data of task.options has changed" in call("train", run, "--resume").stderr
-    monkeypatch.setattr(checkpoint, "locate", lambda _: other)  # where model.path leads now
-    refused = call("train", run, "--resume")
-    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert (
-        f"model.path has changed: config and weights that the run started from, {other}, are not those"
-        in refused.stderr
-    )
-    assert call("train", run, "--resume", "algorithm.kl.coefficient=0").exit_code == 0  # without a reference
-
-
-def test_damaged_rollouts_are_named_once_and_do_not_stop_a_resume(run: Path, finished: Path) -> None:
-    for way, step in (("lost", 1), ("cut", 2), ("empty", 3)):
-        damage(run, way, f"rollouts/step_{step:06d}.parquet")
-    assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0  # 3 and 4 are written again
+    assert_same_run(run, finished())
+    damage(run, "lost", "rollouts/step_000001.parquet")
+    damage(run, "cut", "rollouts/step_000002.parquet")
     result = call("train", run, "--resume")
     assert result.exit_code == 0
     assert re.fullmatch(r"its report was not written: \S*step_000002.parquet: cannot read .*\n", result.stderr)
     assert re.findall(r"--resume: rollouts that are missing or damaged .*: (.*)", result.stdout) == [
         "step_000001.parquet, step_000002.parquet"
     ]
-    assert learned_rows(run) == learned_rows(finished)
 
 
-@pytest.mark.parametrize(
-    ("change", "line", "metrics"),
-    [
-        ("train.learning_rate=0.005", "train.learning_rate: the run has 0.01, now 0.005", {"learning_rate": 0.005}),
-        ("algorithm.kl.coefficient=0", "algorithm.kl.coefficient: the run has 0.01, now 0.0", {"kl/ref": None}),
-        ("train.num_steps=3", "train.num_steps: the run has 4, now 3", {"step": 3}),
-    ],
-)
+CHANGES: list[tuple[str, str, dict[str, float | None]]] = [
+    ("train.learning_rate=0.005", "train.learning_rate: the run has 0.01, now 0.005", {"learning_rate": 0.005}),
+    ("algorithm.kl.coefficient=0", "algorithm.kl.coefficient: the run has 0.01, now 0.0", {"kl/ref": None}),
+    ("train.num_steps=3", "train.num_steps: the run has 4, now 3", {"step": 3}),
+]
+"""An option, what is said of it, and metrics of the last step."""
+
+
+@pytest.mark.parametrize(("change", "line", "metrics"), CHANGES)
 def test_a_change_on_resume_holds_from_there_on(
-    change: str, line: str, metrics: dict[str, float | None], run: Path, finished: Path
+    change: str, line: str, metrics: dict[str, float | None], run: Path, finished: Callable[[], Path]
 ) -> None:
     result = call("train", run, "--resume", "--checkpoint", 2, change)
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"--resume: {line}" in result.stdout
-    assert learned_rows(run)[:3] == learned_rows(finished)[:3]
+    assert learned_rows(run)[:3] == learned_rows(finished())[:3]
     assert {name: learned_rows(run)[-1].get(name) for name in metrics} == metrics
-    expected = load_recipe(finished / "recipe.yaml", [change, f"output_dir={run.parent}"])
+    expected = load_recipe(finished() / "recipe.yaml", [change, f"output_dir={run.parent}"])
     assert load_recipe(run / "recipe.yaml") == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["seed=8"], r"run/recipe.yaml:\d+: seed: the run has 7, now 8"),
-        (["train.num_steps=3"], "4 are done; --checkpoint resumes from an earlier"),
-        (["--checkpoint", 3], "has no step_000003; there: step_000002, step_000004"),
-    ],
-)
-def test_what_a_resume_refuses(options: list[object], message: str, run: Path) -> None:
-    result = call("train", run, "--resume", *options)
-    assert result.exit_code == 2
-    assert re.search(message, result.stderr), result.stderr
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+def test_what_a_resume_refuses(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*options: object) -> str:
+        result = call("train", run, "--resume", *options)
+        assert result.exit_code == 2, result.stderr
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+        return result.stderr
+
+    assert re.search(r"run/recipe.yaml:\d+: seed: the run has 7, now 8", refused("seed=8"))
+    assert "4 are done; --checkpoint resumes from an earlier" in refused("train.num_steps=3")
+    assert "has no step_000003; there: step_000002, step_000004" in refused("--checkpoint", 3)
+
+    def reordered(*arguments: object, **_: object) -> object:
+        return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "load_task", reordered)
+        assert "the data of task.options has changed" in refused()
+    other = make_policy(tmp_path / "other", seed=1)
+    monkeypatch.setattr(checkpoint, "locate", lambda _: other)  # where model.path leads now
+    changed = f"model.path has changed: config and weights that the run started from, {other}, are not those"
+    message = refused()
+    assert (changed in message, message.count("\n")) == (True, 1), message
+    assert call("train", run, "--resume", "algorithm.kl.coefficient=0").exit_code == 0  # without a reference

@@ -27,27 +27,29 @@ from srtrl.tasks.final_answer import extract_answer
 from srtrl.trainer.evaluate import eval_metrics
 from srtrl.types import GradeOutcome
 
+Z = 1.959963984540054
 
-@pytest.mark.parametrize(("successes", "n"), [(0, 10), (3, 10), (10, 10), (137, 500), (1, 1)])
-def test_wilson_interval_equals_scipy(successes: int, n: int) -> None:
-    expected = stats.binomtest(successes, n).proportion_ci(0.95, method="wilson")
-    assert wilson_interval(successes / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+# --- Intervals --------------------------------------------------------------------------------------------------------
 
 
-def test_interval_is_clustered_by_problem() -> None:
+def test_intervals_of_shares_and_of_rewards() -> None:
+    for successes, n in ((0, 10), (3, 10), (10, 10), (137, 500), (1, 1)):
+        exact = stats.binomtest(successes, n).proportion_ci(0.95, method="wilson")
+        assert wilson_interval(successes / n, n) == pytest.approx((exact.low, exact.high), abs=1e-12)
     shares = [0.25, 0.5, 1.0, 1.0, 1.0, 0.75]
-    half = 1.959963984540054 * stats.sem(shares)  # the standard error of problem means, not of samples
     low, high = confidence_interval(shares)
     assert high == 1.0  # cut
-    assert low == pytest.approx(fmean(shares) - half)
+    assert low == pytest.approx(fmean(shares) - Z * stats.sem(shares))  # of problem means, not of samples
     assert confidence_interval([0.0, 1.0]) == wilson_interval(0.5, 2)
-
-
-@pytest.mark.parametrize("shares", [[0.0] * 5, [1.0] * 5, [0.5]])
-def test_interval_without_spread_is_not_a_point(shares: list[float]) -> None:
-    low, high = confidence_interval(shares)
-    assert high - low > 0.3
-    assert low <= shares[0] <= high
+    for equal in ([0.0] * 5, [1.0] * 5, [0.5]):
+        low, high = confidence_interval(equal)
+        assert high - low > 0.3, "without spread it is not a point"
+        assert low <= equal[0] <= high
+    generator = random.Random(2)
+    rewards = [generator.gauss(-3, 2) for _ in range(50)]  # which are not limited to shares
+    half = Z * stats.sem(rewards)
+    assert mean_interval(rewards) == pytest.approx((fmean(rewards) - half, fmean(rewards) + half))
+    assert mean_interval([7.0]) == mean_interval([7.0, 7.0]) == (7.0, 7.0)
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
@@ -62,12 +64,18 @@ def test_interval_covers_the_truth_about_95_times_in_100(num_samples: int) -> No
     assert 0.93 <= covered / 1000 <= 0.97  # the standard deviation of this share is 0.007
 
 
-def test_interval_of_rewards_is_not_limited_to_shares() -> None:
-    generator = random.Random(2)
-    rewards = [generator.gauss(-3, 2) for _ in range(50)]
-    half = 1.959963984540054 * stats.sem(rewards)
-    assert mean_interval(rewards) == pytest.approx((fmean(rewards) - half, fmean(rewards) + half))
-    assert mean_interval([7.0]) == mean_interval([7.0, 7.0]) == (7.0, 7.0)
+def test_macro_average_weighs_benchmarks_equally_and_adds_their_variances() -> None:
+    generator = random.Random(1)
+    big, small = ([generator.random() for _ in range(count)] for count in (400, 30))
+    macro = macro_average([estimate(big), estimate(small)])
+    error = Z * math.hypot(stats.sem(big), stats.sem(small)) / 2
+    mean = (fmean(big) + fmean(small)) / 2
+    assert (macro.low, macro.value, macro.high) == pytest.approx((mean - error, mean, mean + error))
+    one = macro_average([Estimate(value=0.9, low=0.5, high=1.0)])  # the two arms of an interval are kept apart
+    assert (one.value, one.low, one.high) == pytest.approx((0.9, 0.5, 1.0))
+
+
+# --- What is counted --------------------------------------------------------------------------------------------------
 
 
 def test_summary_counts_failures_apart_and_as_not_right() -> None:
@@ -90,69 +98,44 @@ def test_summary_counts_failures_apart_and_as_not_right() -> None:
     assert timed == {"time/eval"}  # all else must be equal after a resume
 
 
-# --- pass@k -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
-def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(num_samples: int) -> None:
-    for num_correct in range(num_samples + 1):
-        right = [index < num_correct for index in range(num_samples)]
-        for k in range(1, num_samples + 1):
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
+    for num_samples in (1, 2, 5, 8):
+        for num_correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+            right = [index < num_correct for index in range(num_samples)]
             expected = fmean(any(chosen) for chosen in itertools.combinations(right, k))
             assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-14)
-
-
-def test_pass_at_k_with_many_samples_neither_overflows_nor_loses_digits() -> None:
+    # With many samples it neither overflows nor loses digits.
     assert pass_at_k(4096, 1, 1) == pytest.approx(1 / 4096, rel=1e-9)
     assert pass_at_k(4096, 2048, 2048) == 1.0
     log_miss = sum(math.log1p(-10 / (1000 - i)) for i in range(100))  # C(990, 100) / C(1000, 100), term by term
     assert pass_at_k(1000, 10, 100) == pytest.approx(-math.expm1(log_miss), rel=1e-9)
-
-
-def test_reported_ks() -> None:
     assert [pass_at_ks(n) for n in (1, 2, 5, 8)] == [[], [2], [2, 4, 5], [2, 4, 8]]
-
-
-def test_macro_average_weighs_benchmarks_equally_and_adds_their_variances() -> None:
-    generator = random.Random(1)
-    big, small = ([generator.random() for _ in range(count)] for count in (400, 30))
-    macro = macro_average([estimate(big), estimate(small)])
-    error = 1.959963984540054 * math.hypot(stats.sem(big), stats.sem(small)) / 2
-    mean = (fmean(big) + fmean(small)) / 2
-    assert (macro.low, macro.value, macro.high) == pytest.approx((mean - error, mean, mean + error))
-    one = macro_average([Estimate(value=0.9, low=0.5, high=1.0)])  # the two arms of an interval are kept apart
-    assert (one.value, one.low, one.high) == pytest.approx((0.9, 0.5, 1.0))
-
-
-# --- maj@N ------------------------------------------------------------------------------------------------------------
 
 
 def first_word(text: str) -> str | None:
     return text.split(maxsplit=1)[0] if text.split() else None
 
 
-@pytest.mark.parametrize(
-    ("texts", "right", "score"),
-    [
-        (["7", "7", "8"], {"7"}, 1.0),
-        (["7", "8", "8"], {"7"}, 0.0),
-        (["7", "7.0", "8", "9", "9"], {"7", "7.0"}, 1 / 2),  # what the verifier accepted is one answer; a tie of two
-        (["7", "8", "9", "x"], {"7"}, 1 / 4),  # a tie of four
-        (["7", "", "", ""], {"7"}, 1.0),  # what has no answer does not vote
-        (["", "", ""], set(), 0.0),
-        (["8", "9", "9"], {"7"}, 0.0),
-        (["07", "8", "08"], {"07"}, 0.0),  # integers are compared as such
-    ],
-)
-def test_majority_vote(texts: list[str], right: set[str], score: float) -> None:
-    outcomes: list[GradeOutcome] = ["correct" if text in right else "wrong" for text in texts]
-    assert majority_scores([make_group(0, outcomes, texts=texts)], first_word) == [pytest.approx(score)]
+def test_majority_vote() -> None:
+    votes: list[tuple[str, set[str], float]] = [
+        ("7 7 8", {"7"}, 1.0),
+        ("7 8 8", {"7"}, 0.0),
+        ("7 7.0 8 9 9", {"7", "7.0"}, 1 / 2),  # what the verifier accepted is one answer; a tie of two
+        ("7 8 9 x", {"7"}, 1 / 4),  # a tie of four
+        ("7 - - -", {"7"}, 1.0),  # what has no answer does not vote
+        ("- - -", set(), 0.0),
+        ("8 9 9", {"7"}, 0.0),
+        ("07 8 08", {"07"}, 0.0),  # integers are compared as such
+    ]
+    for said, right, score in votes:
+        texts = [text.strip("-") for text in said.split()]
+        outcomes: list[GradeOutcome] = ["correct" if text in right else "wrong" for text in texts]
+        assert majority_scores([make_group(0, outcomes, texts=texts)], first_word) == [pytest.approx(score)], said
+    failed: list[GradeOutcome] = ["correct", "timeout", "crash", "error"]  # they do not vote
+    assert majority_scores([make_group(0, failed, texts=["7", "8", "8", "8"])], first_word) == [1.0]
 
 
-def test_a_sample_whose_grading_failed_does_not_vote() -> None:
-    outcomes: list[GradeOutcome] = ["correct", "timeout", "crash", "error"]
-    assert majority_scores([make_group(0, outcomes, texts=["7", "8", "8", "8"])], first_word) == [1.0]
-
+# --- The final answer -------------------------------------------------------------------------------------------------
 
 EXTRACTORS: list[tuple[Callable[[str], str | None], str, str | None]] = [
     (extract_answer, "so \\boxed{\\frac{1}{2}} is it", "\\frac{1}{2}"),
@@ -172,13 +155,10 @@ EXTRACTORS: list[tuple[Callable[[str], str | None], str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("extract", "text", "answer"), EXTRACTORS)
-def test_the_final_answer_as_it_is_written(extract: Callable[[str], str | None], text: str, answer: str | None) -> None:
-    assert extract(text) == answer
-
-
-@pytest.mark.parametrize("unit", ["\\boxed{", "$$", "\\[", "\\(", "answer is ", "1,", "<answer>", "$"])
-def test_extraction_takes_no_quadratic_time(unit: str) -> None:
-    start = time.process_time()
-    extract_answer(unit * 40_000)
-    assert time.process_time() - start < 4  # 40,000 starts x 80,000 characters would take a minute
+def test_the_final_answer_as_it_is_written_in_no_quadratic_time() -> None:
+    for extract, text, answer in EXTRACTORS:
+        assert extract(text) == answer, text
+    for unit in ("\\boxed{", "$$", "\\[", "\\(", "answer is ", "1,", "<answer>", "$"):
+        start = time.process_time()
+        extract_answer(unit * 10_000)
+        assert time.process_time() - start < 2, unit  # 10,000 starts x 20,000 characters would take longer

@@ -2,13 +2,13 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bench_cases
 import pytest
 import torch
-from tiny_run import make_recipe, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from srtrl.model.weights import load_model, load_tokenizer
@@ -18,11 +18,10 @@ from srtrl.report.export import model_card
 from srtrl.report.runs import read_run
 
 
-@pytest.fixture(scope="module")
-def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def run(finished: Callable[..., Path]) -> Path:
     """Two steps with a critic, whose weights are not the policy's, and a checkpoint after each."""
-    changes: dict[str, Any] = {"algorithm__advantage": "gae", "critic": {}, "train__checkpoint_every": 1}
-    return train(make_recipe(policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, **changes)).folder
+    return finished(algorithm__advantage="gae", critic={}, train__checkpoint_every=1, train__num_steps=2)
 
 
 def export(*arguments: object) -> None:
@@ -61,18 +60,15 @@ def test_an_export_is_a_model_with_tokenizer_and_card(
     assert bench_cases.run("export", run, folder).exit_code == 2, "it is not empty any more"
 
 
-def test_a_card_needs_no_rollouts_and_names_the_class_of_an_adapter(run: Path, tmp_path: Path) -> None:
+def test_a_card_needs_no_rollouts_and_what_is_beside_an_export_stays(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "rollouts")
-    card = model_card(read_run(copy), 2, "peft", load_tokenizer(str(run / "checkpoints" / "step_000002")))
-    assert "from peft import AutoPeftModelForCausalLM\n" in card
-    assert "prompt = 'Hello'" in card
-
-
-def test_what_is_beside_an_export_stays(run: Path, tmp_path: Path) -> None:
     for name in (".new.writing", ".new.deleting", ".new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").touch()
-    export(run, tmp_path / "new")
+    export(copy, tmp_path / "new")
     assert len(list(tmp_path.rglob("mine.txt"))) == 3
-    assert len(list(tmp_path.iterdir())) == 4, "and nothing else"
+    assert len(list(tmp_path.iterdir())) == 5, "the copy, the export, and nothing else"
+    card = model_card(read_run(copy), 2, "peft", load_tokenizer(str(tmp_path / "new")))
+    assert "from peft import AutoPeftModelForCausalLM\n" in card, "the class of an adapter"
+    assert "prompt = 'Hello'" in card

@@ -82,59 +82,55 @@ def test_a_run_is_completed_by_its_last_checkpoint_and_recipe_as_from_python(pol
     assert run(folder, *flags, *limits, "--raw")[1] == run(policy, *flags, *limits)[1] != rows
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("math", {"prompt_template": "Q: {problem}\nA:"}, ("Q: 1+1?\nA:", None)),
-        (
-            "prompts",
-            {"chat_template": True, "system_prompt": "Be short."},
-            ("1+1?", [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}]),
-        ),
-    ],
-)
-def test_a_typed_text_goes_through_the_templates_of_a_task_of_rows(
-    name: str, options: dict[str, Any], expected: Any
-) -> None:
-    task = TaskSection(name=name, options={**options, "train": {"files": ["absent.jsonl"]}})
-    assert typed_prompts(task, ["1+1?"]) == [expected]
-
-
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+1?"}]
+TYPED: list[tuple[str, dict[str, Any], Any, Any]] = [
+    ("math", {"prompt_template": "Q: {problem}\nA:"}, "1+1?", ("Q: 1+1?\nA:", None)),
+    (
+        "prompts",
+        {"chat_template": True, "system_prompt": "Be short."},
+        "1+1?",
+        ("1+1?", [{"role": "system", "content": "Be short."}, CHAT[1]]),
+    ),
+    (
+        "prompts",
+        {"prompt_template": "Q: {prompt}"},
+        CHAT,
+        ("Q: 1+1?", [CHAT[0], {"role": "user", "content": "Q: 1+1?"}]),
+    ),
+]
+"""A task of rows, its options, a text or messages, and what the policy is asked."""
 
 
-def test_messages_go_through_the_chat_template_and_the_templates_of_a_task_of_rows(
-    policy: Path, tmp_path: Path
-) -> None:
-    chatty = Path(shutil.copytree(policy, tmp_path / "chatty"))
-    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    (chatty / "chat_template.jinja").write_text(template)
-    rows = write_rows(tmp_path / "rows.jsonl", {"messages": CHAT, "id": "a"}, {"messages": CHAT[1:]})
-    given = ("rollout.max_new_tokens=2", "--raw")
-    result, found = run(chatty, "--prompts", rows, "--prompt", "2+2=", "--chat", *given)
-    assert result.exit_code == 0, result.output
-    texts = ["<system>Be kind.<user>1+1?", "<user>1+1?", "<user>2+2="]
-    tokenizer = load_tokenizer(str(chatty))
-    assert [row["prompt_token_ids"] for row in found] == [tokenizer.encode(t, add_special_tokens=False) for t in texts]
-    mixed, _ = run(chatty, "--prompts", rows, "--prompt", "2+2=", *given)
-    assert (mixed.exit_code, "some are messages, others texts: --chat" in mixed.stderr) == (2, True)
-    options: dict[str, Any] = {"prompt_template": "Q: {prompt}", "train": {"files": ["absent.jsonl"]}}
-    asked = [CHAT[0], {"role": "user", "content": "Q: 1+1?"}]
-    assert typed_prompts(TaskSection(name="prompts", options=options), [CHAT]) == [("Q: 1+1?", asked)]
+def test_what_is_typed_goes_through_the_templates_of_a_task_of_rows() -> None:
+    for name, options, typed, expected in TYPED:
+        task = TaskSection(name=name, options={**options, "train": {"files": ["absent.jsonl"]}})
+        assert typed_prompts(task, [typed]) == [expected]
     with pytest.raises(ValueError, match="prompts of the task arithmetic are texts, not messages"):
         typed_prompts(TaskSection(name="arithmetic", options={"num_train": 9, "num_eval": 1}), [CHAT])
 
 
-def test_mistakes_in_a_file_of_prompts_are_counted_after_the_third(policy: Path, tmp_path: Path) -> None:
+def test_messages_go_through_the_chat_template(policy: Path, tmp_path: Path) -> None:
+    chatty = Path(shutil.copytree(policy, tmp_path / "chatty"))
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (chatty / "chat_template.jinja").write_text(template)
+    rows = write_rows(tmp_path / "rows.jsonl", {"messages": CHAT, "id": "a"}, {"messages": CHAT[1:]})
+    given = ("--prompts", rows, "--prompt", "2+2=", "rollout.max_new_tokens=2", "--raw")
+    result, found = run(chatty, *given, "--chat")
+    assert result.exit_code == 0, result.output
+    texts = ["<system>Be kind.<user>1+1?", "<user>1+1?", "<user>2+2="]
+    tokenizer = load_tokenizer(str(chatty))
+    assert [row["prompt_token_ids"] for row in found] == [tokenizer.encode(t, add_special_tokens=False) for t in texts]
+    mixed, _ = run(chatty, *given)
+    assert (mixed.exit_code, "some are messages, others texts: --chat" in mixed.stderr) == (2, True)
+
+
+def test_mistakes_are_named_and_those_of_a_file_counted_after_the_third(policy: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"prompt": "1+1="}, {"messages": CHAT[:1]}, *[{"text": "1+1="}] * 9)
     result, _ = run(policy, "--prompts", rows)
     first, second, third, more = result.stderr.splitlines()
     assert first == f"error: {rows}:2: the last message of `messages` must be the user's, it is of the role system"
     assert second == f"  {rows}:3: expected {{\"prompt\": TEXT}} or {{\"messages\": [...]}}, found {{'text': '1+1='}}"
     assert (third.startswith(f"  {rows}:4: "), more, result.exit_code) == (True, "  ... and 7 more", 2)
-
-
-def test_mistakes_from_python(policy: Path) -> None:
     mistakes: list[tuple[Any, str]] = [
         ("1+1=", "prompts: expected a list of texts"),
         ([], "prompts: expected at least one"),

@@ -96,41 +96,42 @@ def test_the_page_lists_the_keys_of_a_suite() -> None:
 # --- What each benchmark runs with ------------------------------------------------------------------------------------
 
 
-def test_a_model_is_asked_as_the_suite_says(data: Path) -> None:
-    recipes = recipes_of(data, "gsm8k,mmlu_stem")
-    gsm8k, mmlu = recipes["gsm8k"], recipes["mmlu_stem"]
-    assert (gsm8k.rollout.max_prompt_tokens, gsm8k.rollout.max_new_tokens) == (256, 256)  # half of 512 positions
-    assert (gsm8k.eval.num_samples, gsm8k.eval.temperature, gsm8k.eval.num_problems) == (1, 1.0, None)
-    assert "step by step" in gsm8k.task.options["prompt_template"]
-    assert "letter" in mmlu.task.options["prompt_template"]
-    assert mmlu.task.options["choices_field"] == "choices"
+TRAINED = {"eval": {"files": ["gone.jsonl"]}, "prompt_template": "Q {problem} A", "malformed_rows": "skip"}
+FLAGS = (
+    *("eval.num_samples=4", "eval.temperature=0.7", "eval.num_problems=2", "rollout.max_prompt_tokens=77"),
+    *("rollout.max_new_tokens=9", "task.options.prompt_template='{problem}!'"),
+)
 
 
-def test_a_run_is_asked_as_it_was_trained_and_the_command_line_goes_before_all(data: Path, tmp_path: Path) -> None:
+def test_a_model_is_asked_as_the_suite_says_and_a_run_as_it_was_trained(data: Path) -> None:
+    """The command line goes before all."""
+    gsm8k, mmlu = (recipe.task.options for recipe in recipes_of(data, "gsm8k,mmlu_stem").values())
+    asked = gsm8k["prompt_template"]
+    assert "step by step" in asked
+    assert ("letter" in mmlu["prompt_template"], mmlu["choices_field"]) == (True, "choices")
     source = bare_source("bundled:tiny", 100, 50)
-    trained = {"eval": {"files": ["gone.jsonl"]}, "prompt_template": "Q {problem} A", "malformed_rows": "skip"}
-    source.put(("task",), {"name": "math", "options": trained}, "test")
+    source.put(("task",), {"name": "math", "options": TRAINED}, "test")
     source.put(("eval",), {"num_samples": 8, "num_problems": 3, "temperature": 0.5}, "test")
     source.put(("rewards",), [{"name": "format"}], "test")
-    recipe = recipes_of(data, "gsm8k", source)["gsm8k"]
-    assert recipe.task.options["prompt_template"] == "Q {problem} A"
-    assert recipe.task.options["eval"] == {"files": [str(data / "gsm8k_test.jsonl")]}
-    assert "malformed_rows" not in recipe.task.options
-    assert [reward.name for reward in recipe.rewards] == ["correct"]
-    assert (recipe.rollout.max_new_tokens, recipe.eval.temperature) == (50, 0.5)
-    assert (recipe.eval.num_samples, recipe.eval.num_problems) == (1, None)  # those are of its training
-    sampling = ("eval.num_samples=4", "eval.temperature=0.7", "eval.num_problems=2")
-    lengths = ("rollout.max_prompt_tokens=77", "rollout.max_new_tokens=9")
-    template = "task.options.prompt_template='{problem}!'"
-    recipe = recipes_of(data, "gsm8k", source, *sampling, *lengths, template)["gsm8k"]
-    assert (recipe.eval.num_samples, recipe.eval.num_problems, recipe.eval.temperature) == (4, 2, 0.7)
-    assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (77, 9)
-    assert recipe.task.options["prompt_template"] == "{problem}!"
-    assert source.data["task"]["options"] == trained  # the next benchmark starts from the same
-    source.put(("task",), {"name": "arithmetic"}, "test")  # a run on another task: the suite's lengths and prompt
-    recipe = recipes_of(data, "gsm8k", source)["gsm8k"]
-    assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (256, 256)
-    assert "step by step" in recipe.task.options["prompt_template"]
+    other = bare_source("bundled:tiny", 100, 50)
+    other.put(("eval",), {"temperature": 0.5}, "test")
+    other.put(("task",), {"name": "arithmetic"}, "test")  # a run on another task: the suite's lengths and prompt
+    cases: list[tuple[RecipeSource | None, tuple[str, ...], tuple[Any, ...]]] = [
+        (None, (), (256, 256, 1, None, 1.0, asked)),  # half of 512 positions
+        (source, (), (100, 50, 1, None, 0.5, "Q {problem} A")),  # numbers of samples and problems are of its training
+        (source, FLAGS, (77, 9, 4, 2, 0.7, "{problem}!")),
+        (other, (), (256, 256, 1, None, 0.5, asked)),
+    ]
+    for case, flags, (*numbers, template) in cases:
+        recipe = recipes_of(data, "gsm8k", case, *flags)["gsm8k"]
+        lengths, sampling = recipe.rollout, recipe.eval
+        found = [lengths.max_prompt_tokens, lengths.max_new_tokens, sampling.num_samples, sampling.num_problems]
+        assert [*found, sampling.temperature] == numbers
+        assert recipe.task.options["prompt_template"] == template
+        assert recipe.task.options["eval"] == {"files": [str(data / "gsm8k_test.jsonl")]}
+        assert "malformed_rows" not in recipe.task.options
+        assert [reward.name for reward in recipe.rewards] == ["correct"]
+    assert source.data["task"]["options"] == TRAINED  # each benchmark starts from the same
 
 
 def test_data_that_does_not_fit_is_said_before_weights(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,8 @@ def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
 
 
 def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None:
-    overrides = ("eval.num_problems=2", "rollout.max_new_tokens=8", "seed=3", "eval.top_k=5")
+    few = "task.options={num_train: 9, num_eval: 9}"
+    overrides = (few, "eval.num_problems=2", "rollout.max_new_tokens=8", "seed=3", "eval.top_k=5")
     record = json.loads(run("eval", policy, *overrides, "--task", "arithmetic", "--json").stdout)
     settings = {"name": "arithmetic", "seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 1.0, "max_new_tokens": 8}
     assert {name: record[name] for name in settings} == settings

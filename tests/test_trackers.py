@@ -1,10 +1,13 @@
 """What trackers get: the recipe, metrics and tables of samples; TensorBoard's own files and a stand-in for wandb."""
 
+import shutil
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from accelerate.utils import LoggerType
@@ -16,56 +19,32 @@ from srtrl.run.trackers import start_trackers
 SHORT: dict[str, Any] = {"train__num_steps": 2}
 
 
-class FakeRun:
-    """What `wandb.init` returns: it keeps what is logged, by step."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-        self.is_finished = False
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self.logged.append((step, values))
-
-    def finish(self) -> None:
-        self.is_finished = True
-
-
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A module of that name with the calls that accelerate's tracker makes."""
-    module = SimpleNamespace(runs=[], config={})
-
-    def init(**options: Any) -> FakeRun:
-        if options["project"] == "secret":
-            raise LookupError("not logged in")
-        run = FakeRun(options)
-        module.runs.append(run)
-        return run
-
-    module.init = init
-    module.config = SimpleNamespace(values={})
-    module.config.update = lambda values, **_: module.config.values.update(values)
+    module = Mock()
     module.Table = lambda columns, data, dataframe: [dict(zip(columns, row, strict=True)) for row in data]
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TENSORBOARD, LoggerType.WANDB])
     return module
 
 
-def test_wandb_gets_the_recipe_metrics_and_samples(
-    policy: Path, tmp_path: Path, wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_trackers_get_the_recipe_metrics_and_samples(
+    policy: Path, tmp_path: Path, wandb: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("srtrl.run.trackers.SAMPLES_EVERY", 2)
-    result = train(make_recipe(policy, tmp_path, log__trackers=["wandb"], log__project="sums", **SHORT))
-    [run] = wandb.runs
-    assert run.options == {"project": "sums", "name": "run", "dir": str(result.folder)}
-    assert run.is_finished
-    config = wandb.config.values
+    both = ["wandb", "tensorboard"]
+    result = train(make_recipe(policy, tmp_path, log__trackers=both, log__project="sums", **SHORT))
+    wandb.init.assert_called_once_with(project="sums", name="run", dir=str(result.folder))
+    run = wandb.init.return_value
+    run.finish.assert_called_once_with()
+    [config] = wandb.config.update.call_args.args
     assert (config["train.num_steps"], config["algorithm.loss"], config["rollout.max_draws"]) == (2, "ppo_clip", None)
     assert config["rewards"].startswith('[{"name": "tiny_run:digits"')
-    rows = [{"step": step} | values for step, values in run.logged if "samples" not in values]
+    logged = [(call.kwargs["step"], *call.args) for call in run.log.call_args_list]
+    rows = [{"step": step} | values for step, values in logged if "samples" not in values]
     assert rows == read_metrics(result.folder / "metrics.jsonl")
-    tables = {step: values["samples"] for step, values in run.logged if "samples" in values}
+    tables = {step: values["samples"] for step, values in logged if "samples" in values}
     assert list(tables) == [1, 2]
     for step, table in tables.items():
         assert [(sample["step"], sample["prompt_id"][:10]) for sample in table] == 4 * [(step, "arithmetic")]
@@ -73,9 +52,16 @@ def test_wandb_gets_the_recipe_metrics_and_samples(
         assert texts <= table[0].keys()
         assert "token_ids" not in table[0]
 
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+    [file] = (result.folder / "tensorboard").rglob("events.*")  # one run in its list, not a further one for the recipe
+    events = reader.EventAccumulator(str(file)).Reload()
+    [recipe] = events.Tensors("recipe/text_summary")
+    assert "    name: run\n" in recipe.tensor_proto.string_val[0].decode()
+    assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}
+
 
 def test_wandb_has_its_own_variables(
-    policy: Path, tmp_path: Path, wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, wandb: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_NAME", "first")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb files"))
@@ -88,25 +74,15 @@ def test_wandb_has_its_own_variables(
     assert found["tensorboard"] == {"purge_step": 4}
 
 
-@pytest.mark.parametrize("flag", ["overwrite", "resume"])
 def test_a_tracker_that_cannot_start_leaves_the_old_run_as_it_was(
-    flag: str, policy: Path, tmp_path: Path, wandb: SimpleNamespace
+    policy: Path, tmp_path: Path, wandb: Mock, finished: Callable[..., Path]
 ) -> None:
-    folder = train(make_recipe(policy, tmp_path, train__checkpoint_every=1, **SHORT)).folder
+    folder = Path(shutil.copytree(finished(train__checkpoint_every=1, **SHORT), tmp_path / "run"))
+    wandb.init.side_effect = LookupError("not logged in")
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-    changes = SHORT | {"log__trackers": ["wandb"], "log__project": "secret", "train__learning_rate": 0.5}
-    flags = {"resume": True, "from_step": 1} if flag == "resume" else {"overwrite": True}
-    with pytest.raises(LookupError, match="not logged in"):
-        train(make_recipe(policy, tmp_path, **changes), **flags)
-    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
-    assert not (tmp_path / "run.1").exists()
-
-
-def test_tensorboard_gets_metrics_and_the_recipe(policy: Path, tmp_path: Path) -> None:
-    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
-    result = train(make_recipe(policy, tmp_path, log__trackers=["tensorboard"], **SHORT))
-    [file] = (result.folder / "tensorboard").rglob("events.*")  # one run in its list, not a further one for the recipe
-    events = reader.EventAccumulator(str(file)).Reload()
-    [recipe] = events.Tensors("recipe/text_summary")
-    assert "    name: run\n" in recipe.tensor_proto.string_val[0].decode()
-    assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}
+    changes = SHORT | {"log__trackers": ["wandb"], "train__learning_rate": 0.5}
+    for flags in ({"resume": True, "from_step": 1}, {"overwrite": True}):
+        with pytest.raises(LookupError, match="not logged in"):
+            train(make_recipe(policy, tmp_path, **changes), **flags)
+        assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before, flags
+        assert not (tmp_path / "run.1").exists()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import bench_cases
 import numpy as np
@@ -27,10 +28,10 @@ END = "<|endoftext|>"
 COLUMNS = ("prompt_id", "prompt", "prompt_token_ids", "draw_index", "sample_index", "token_ids")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
     """A run whose tokenizer has a token a byte."""
-    folder = tmp_path_factory.mktemp("runs") / "fake"
+    folder = tmp_path / "fake"
     (folder / "rollouts").mkdir(parents=True)
     tokenizer = train_tokenizer([], 257)
     tokenizer.save_pretrained(folder / "model")
@@ -67,13 +68,16 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
 
 
 def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) -> None:
-    history = read_history(read_run(run))  # without a prompt: the one with the most rollouts
-    assert (history.earlier.prompt_id, history.earlier_steps, history.later_name) == ("sum", [1, 3], "step 4, sample 0")
-    assert len(history.earlier.samples) == 4
-    history = read_history(read_run(run), "sum", 3)
-    assert (history.earlier_steps, history.later_name) == ([1], "step 3, sample 0")
-    history = read_history(read_run(run), "odd")
-    assert (history.earlier_steps, history.later_name) == ([1], "step 1, sample 1")
+    cases: list[tuple[tuple[Any, ...], list[int], str]] = [
+        ((), [1, 3], "step 4, sample 0"),  # without a prompt: the one with the most rollouts
+        (("sum", 3), [1], "step 3, sample 0"),
+        (("odd",), [1], "step 1, sample 1"),
+    ]
+    for arguments, steps, later in cases:
+        history = read_history(read_run(run), *arguments)
+        assert (history.earlier_steps, history.later_name) == (steps, later)
+        if not arguments:
+            assert (history.earlier.prompt_id, len(history.earlier.samples)) == ("sum", 4)
 
 
 # --- The branches -----------------------------------------------------------------------------------------------------
@@ -102,12 +106,15 @@ def walk(branch: Branch, before: list[int]) -> Iterator[tuple[list[int], Branch]
         yield from walk(child, path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(earlier=st.lists(texts, max_size=6), later=texts, num_branches=st.integers(1, 30))
-def test_branches_count_what_a_plain_count_finds(earlier: list[list[int]], later: list[int], num_branches: int) -> None:
+def test_branches_count_what_a_plain_count_finds_and_the_replay_gives_the_rollout(
+    earlier: list[list[int]], later: list[int], num_branches: int
+) -> None:
     earlier = [[*text, 9] for text in earlier]  # the end token
     later = [*later, 9]
-    branches = list(walk(grow_branches(history_of(earlier, later), num_branches), []))
+    history = history_of(earlier, later)
+    branches = list(walk(grow_branches(history, num_branches), []))
     known = [(path, branch) for path, branch in branches if branch.count]
     assert len(known) <= num_branches
     for path, branch in known:
@@ -121,12 +128,7 @@ def test_branches_count_what_a_plain_count_finds(earlier: list[list[int]], later
     assert new in ([], [later])
     if num_branches == 30:
         assert (later in earlier) == (not new)
-
-
-@settings(max_examples=40, deadline=None)
-@given(earlier=st.lists(texts, max_size=6), later=texts)
-def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]) -> None:
-    steps, counts = replay_later(history_of(earlier, later))
+    steps, counts = replay_later(history)
     assert [token for step in steps for token in step] == later[1:]
     assert (counts.num_tokens, counts.steps) == (len(later) - 1, len(steps))
 

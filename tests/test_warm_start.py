@@ -130,9 +130,10 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 
 def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    summary = run(make_recipe(output, num_steps=30))
+    recipe = make_recipe(output)
+    summary = run(recipe)
     assert summary.losses[0] == pytest.approx(math.log(280), rel=0.1)  # an untrained model knows nothing
-    assert summary.losses[-1] < 0.7 * summary.losses[0]
+    assert summary.losses[-1] < 0.85 * summary.losses[0]
     assert summary.held_out is not None
     assert summary.held_out.metrics["eval/num_problems"] == 6
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(output)
@@ -140,81 +141,78 @@ def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
     assert tokenizer.decode(tokenizer.encode(EMOJI)) == EMOJI
+    task = load_task(recipe, TOKENIZER)
+    texts = [prompt.text + task.solution(prompt) for prompt in task.train_prompts]  # a tokenizer is trained on both
+    assert tokenizer.get_vocab() == train_tokenizer(texts, 280).get_vocab()
     record = json.loads((output / "warm_start.json").read_text())
     assert record["held_out"]["eval/num_problems"] == 6
     assert record["final_loss"] == summary.losses[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing unfinished is left beside it
 
-    again = run(make_recipe(tmp_path / "again", num_steps=30))
+    again = run(make_recipe(tmp_path / "again"))
     assert again.losses == summary.losses
     for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (again.output / name).read_bytes() == (output / name).read_bytes(), name
-    assert run(make_recipe(tmp_path / "other").model_copy(update={"seed": 1})).losses != summary.losses[:12]
-
-
-def test_fine_tunes_a_model_with_its_own_tokenizer(policy: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"architecture": None, "train_tokenizer_vocab_size": None, "save_dtype": "bfloat16"}
-    summary = run(make_recipe(tmp_path / "out", path=policy, **changes))
-    assert summary.losses[-1] < summary.losses[0]
-    tuned = load_model(tmp_path / "out", dtype=torch.float32, device="cpu")
-    start = load_model(str(policy), dtype=torch.float32, device="cpu")
-    assert not torch.equal(tuned.embedding, start.embedding)
-    assert torch.equal(tuned.embedding, tuned.embedding.bfloat16().float())
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == (policy / "tokenizer.json").read_text()
-
-
-def test_a_bfloat16_model_is_saved_as_its_float32_masters(tmp_path: Path) -> None:
-    """With `save_dtype: float32`; what RL loads in bfloat16 is what was trained."""
-    summary = run(with_model(make_recipe(tmp_path / "wide"), dtype="bfloat16"))
-    narrow = run(with_model(make_recipe(tmp_path / "narrow", save_dtype="bfloat16"), dtype="bfloat16"))
-    assert summary.losses == narrow.losses
-    wide, rounded, trained = (
-        load_model(tmp_path / name, dtype=dtype, device="cpu").embedding.detach()
-        for name, dtype in (("wide", torch.float32), ("wide", torch.bfloat16), ("narrow", torch.bfloat16))
-    )
-    assert not torch.equal(wide, wide.bfloat16().float())
-    assert torch.equal(rounded, trained)
+    other = make_recipe(tmp_path / "other", num_steps=1).model_copy(update={"seed": 1})
+    assert run(other).losses != summary.losses[:1]
 
 
 def with_model(recipe: Recipe, **changes: Any) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
 
 
+def test_a_model_is_tuned_with_its_own_tokenizer_and_saved_as_its_float32_masters(policy: Path, tmp_path: Path) -> None:
+    """With `save_dtype: float32`; what RL loads in bfloat16 is what was trained."""
+    changes: dict[str, Any] = {"path": policy, "architecture": None, "train_tokenizer_vocab_size": None}
+    summary = run(with_model(make_recipe(tmp_path / "wide", **changes), dtype="bfloat16"))
+    assert summary.losses[-1] < summary.losses[0]
+    changes["save_dtype"] = "bfloat16"
+    assert run(with_model(make_recipe(tmp_path / "narrow", **changes), dtype="bfloat16")).losses == summary.losses
+    start, wide, rounded, trained, narrow = (
+        load_model(path, dtype=dtype, device="cpu").embedding.detach()
+        for path, dtype in (
+            *((policy, torch.float32), (tmp_path / "wide", torch.float32), (tmp_path / "wide", torch.bfloat16)),
+            *((tmp_path / "narrow", torch.bfloat16), (tmp_path / "narrow", torch.float32)),
+        )
+    )
+    assert not torch.equal(wide, start)
+    assert not torch.equal(wide, wide.bfloat16().float())
+    assert torch.equal(rounded, trained)
+    assert torch.equal(narrow, trained.float())
+    assert (tmp_path / "wide" / "tokenizer.json").read_text() == (policy / "tokenizer.json").read_text()
+
+
 # --- Several ranks ----------------------------------------------------------------------------------------------------
 
 
-def warm_start_rank(ranks: Ranks, recipes: list[Recipe]) -> list[list[float]]:
-    """Runs on each rank, whose connection the warm start finds."""
+def warm_start_rank(ranks: Ranks, recipe: Recipe) -> list[float]:
+    """Losses of a run on each rank, whose connection the warm start finds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_start, "open_ranks", lambda: nullcontext(ranks))
-        return [run(recipe).losses for recipe in recipes]
+        return run(recipe).losses
 
 
-def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: str) -> None:
     """To the last bits of float32, masters of a bfloat16 model included.
 
     Embeddings are not tied: a bfloat16 matrix that is used twice has a sum of two gradients, which `fully_shard` rounds
     to bfloat16 in some versions of torch (2.13) and not in others (2.15).
     """
     path = tiny_run.make_policy(tmp_path / "untied", tie_word_embeddings=False)
-    changes: dict[str, Any] = {"path": path, "architecture": None, "train_tokenizer_vocab_size": None, "num_steps": 4}
-    dtypes = ("float32", "bfloat16")
-    plain, sharded = (
-        [with_model(make_recipe(tmp_path / name / dtype, **changes), dtype=dtype) for dtype in dtypes]
-        for name in ("plain", "sharded")
-    )
-    sharded = [one.model_copy(update={"train": one.train.model_copy(update={"sharding": "fsdp2"})}) for one in sharded]
-    found, same = run_ranks(2, warm_start_rank, sharded)
-    assert found == same
-    for recipe, losses, dtype in zip(plain, found, dtypes, strict=True):
-        assert losses == pytest.approx(run(recipe).losses, abs=1e-6)
-        one, two = (load_file(tmp_path / name / dtype / "model.safetensors") for name in ("plain", "sharded"))
-        assert one.keys() == two.keys()
-        for name, weight in one.items():
-            assert weight.dtype == two[name].dtype == torch.float32
-            torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-6, msg=name)
+    changes: dict[str, Any] = {"path": path, "architecture": None, "train_tokenizer_vocab_size": None, "num_steps": 3}
+    plain, sharded = (with_model(make_recipe(tmp_path / name, **changes), dtype=dtype) for name in ("one", "two"))
+    sharded = sharded.model_copy(update={"train": sharded.train.model_copy(update={"sharding": "fsdp2"})})
+    losses, same = run_ranks(2, warm_start_rank, sharded)
+    assert losses == same
+    assert losses == pytest.approx(run(plain).losses, abs=1e-6)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert weight.dtype == two[name].dtype == torch.float32
+        torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-6, msg=name)
     with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
-        run(sharded[0], overwrite=True)
+        run(sharded, overwrite=True)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -231,14 +229,6 @@ def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: py
     assert text.startswith("warm start step 1: the device's memory is too small. CUDA out of memory.")
     assert "model.gradient_checkpointing=true" in text
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_is_trained_on_prompts_with_their_solutions(policy: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "out", num_steps=1)
-    task = load_task(recipe, load_tokenizer(str(policy)))
-    texts = [prompt.text + task.solution(prompt) for prompt in task.train_prompts]
-    run(recipe)
-    assert load_tokenizer(str(tmp_path / "out")).get_vocab() == train_tokenizer(texts, 280).get_vocab()
 
 
 def test_overwrite_renames_what_is_in_the_way(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 OUTPUTS = ["7" * 90, "", "\n", " 12\n\n", "<|endoftext|>", "<interpreter>\nx", "Traceback:\n  <code>", "é👩"]
 """A long one, of which the middle is left out; empty ones; special tokens and tags as text."""
+LAST = "\nAnswer: 1"
 PROMPT = Prompt(prompt_id="p", text="Compute 1+1.\n", token_ids=tuple(encode("Compute 1+1.\n")), answer="2")
 
 
@@ -75,40 +76,35 @@ class OneSolution:
         return self.text
 
 
-def sequence_of(text: str, conversations: Conversations) -> Any:
-    return solution_sequence(OneSolution(text), TOKENIZER, PROMPT, conversations)  # type: ignore[arg-type]
-
-
 # --- The same tokens as in a rollout ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numbers", [[], [0], [1, 2], [3, 4, 5], [6, 7, 0, 1]])
-def test_tokens_and_targets_are_those_of_a_rollout(numbers: list[int]) -> None:
+def test_tokens_and_targets_are_those_of_a_rollout() -> None:
     """A policy that says the turns of a solution has the solution's tokens in the end, and the same ones as targets."""
-    turns = [*(f"I try\n<code>{number}</code>" for number in numbers), "\nAnswer: 1"]
     section = section_of(Prints, format="code_tags", max_turns=5, max_observation_tokens=60)
-    with Conversations(section, TOKENIZER) as conversations:
-        completion, text, said = None, "", []
-        extension: list[int] = []
-        for index, turn in enumerate(turns):
-            end = [END] if index == len(numbers) else []
-            completion = completion_of([*encode(turn), *end], completion, extension)
-            said += [*encode(turn), *end]
-            answer = ask(conversations, completion)
-            extension = answer.extension
-            text += turn
-            if index < len(numbers):
-                text += f"\n<interpreter>\n{OUTPUTS[numbers[index]]}\n</interpreter>\n"
-        assert completion is not None
-        assert answer.conversation is not None
-        sequence = sequence_of(text, conversations)
-    num_prompt = len(PROMPT.token_ids)
-    assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.token_ids]
-    is_model = [kind == "model" for kind, length in answer.conversation.segments for _ in range(length)]
-    assert (sequence.targets == num_prompt + np.flatnonzero(is_model)).all()
-    assert sequence.token_ids[sequence.targets].tolist() == said
-    assert len(sequence.rollout_logprobs) == len(sequence.advantages) == len(said)
-    assert sequence.num_prompt_tokens == num_prompt
+    for numbers in ([], [0], [1, 2], [3, 4, 5], [6, 7, 0, 1]):
+        with Conversations(section, TOKENIZER) as conversations:
+            completion, text, said = None, "", []
+            extension: list[int] = []
+            for turn, number in [*((f"I try\n<code>{number}</code>", number) for number in numbers), (LAST, None)]:
+                spoken = encode(turn) if number is not None else [*encode(turn), END]
+                completion = completion_of(spoken, completion, extension)
+                said += spoken
+                answer = ask(conversations, completion)
+                extension = answer.extension
+                text += turn
+                if number is not None:
+                    text += f"\n<interpreter>\n{OUTPUTS[number]}\n</interpreter>\n"
+            assert completion is not None
+            assert answer.conversation is not None
+            sequence = solution_sequence(OneSolution(text), TOKENIZER, PROMPT, conversations)  # type: ignore[arg-type]
+        num_prompt = len(PROMPT.token_ids)
+        assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.token_ids]
+        is_model = [kind == "model" for kind, length in answer.conversation.segments for _ in range(length)]
+        assert (sequence.targets == num_prompt + np.flatnonzero(is_model)).all()
+        assert sequence.token_ids[sequence.targets].tolist() == said
+        assert len(sequence.rollout_logprobs) == len(sequence.advantages) == len(said)
+        assert sequence.num_prompt_tokens == num_prompt
 
 
 @given(st.lists(st.tuples(st.text(), st.text().filter(lambda text: "</interpreter>" not in text)), max_size=3))
@@ -119,46 +115,45 @@ def test_split_is_the_inverse_of_parts(turns: list[tuple[str, str]]) -> None:
     assert code_tags.split_solution(text + "end") == [*expected, ("end", [])]
 
 
-def test_published_traces_have_other_blanks() -> None:
-    """As the rows of ReTool-SFT: a line break before the tag ends the code, a blank line follows the output."""
+def test_other_ways_to_write_a_solution() -> None:
+    """Published traces, as the rows of ReTool-SFT: a line break before the tag, a blank line after the output."""
     code_tags = CodeTags(TOKENIZER, OneTool.tools)
     code = "<code>\n```python\nprint(1)\n```\n</code>"
     text = f"First.\n{code}\n<interpreter>\n1\n</interpreter>\n\nSo.\n{code}<interpreter>1</interpreter>"
     assert code_tags.split_solution(text) == [(f"First.\n{code}", ["1"]), (f"\nSo.\n{code}", ["1"]), ("", [])]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("<code>1</code>", "a </code> without <interpreter> tags after it"),
-        ("<code>1</code> so <code>2</code>\n<interpreter>\n2\n</interpreter>\n", "a </code> without <interpreter>"),
-        ("1\n<interpreter>\n1\n</interpreter>\n", "<interpreter> tags that do not follow a </code>"),
-        ("<code>1</code>\n<interpreter>\n1\n", "<interpreter> tags that do not follow a </code>"),
-        ("<code>0</code>\n<interpreter>\n0\n</interpreter>\n" * 3 + "so", "4 turns; rollout.environment.max_turns is"),
-        ("x" * 50, "51 tokens; rollout.max_new_tokens is 40"),
-    ],
-)
-def test_what_no_rollout_could_say_is_left_out(tmp_path: Path, text: str, reason: str) -> None:
-    recipe = make_recipe(tmp_path / "out")
-    with Conversations(section_of(Prints, format="code_tags", max_turns=3), TOKENIZER) as conversations:
-        task: Any = OneSolution(text, number=2)
-        assert recipe.warm_start is not None
-        batches = solution_batches(recipe, recipe.warm_start, task, TOKENIZER, conversations)
-        with pytest.raises(ValueError, match=r"no rollout could produce any .*: that of p has ") as caught:
-            next(batches)
-        assert reason in str(caught.value)
-        texts = iter([text, *["Answer: 1"] * 100])
-        task.solution = lambda _: next(texts)
-        batch, num_left_out = next(solution_batches(recipe, recipe.warm_start, task, TOKENIZER, conversations))
-        assert num_left_out == 1
-        assert all(TOKENIZER.decode(one.token_ids[one.targets][:-1]) == "Answer: 1" for one in batch)
-
-
-def test_hermes_learns_single_turns_only() -> None:
     hermes = object.__new__(Hermes)
     assert hermes.split_solution("Answer: 1") == [("Answer: 1", [])]
     with pytest.raises(MalformedCallError, match="needs the format code_tags; hermes is not supported"):
         hermes.split_solution('<tool_call>{"name": "x"}</tool_call>')
+
+
+def test_what_no_rollout_could_say_is_left_out(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "out")
+    assert recipe.warm_start is not None
+    section = section_of(Prints, format="code_tags", max_turns=3)
+    for text, reason in UNSAID.items():
+        with Conversations(section, TOKENIZER) as conversations:
+            task: Any = OneSolution(text, number=2)
+            batches = solution_batches(recipe, recipe.warm_start, task, TOKENIZER, conversations)
+            with pytest.raises(ValueError, match=r"no rollout could produce any .*: that of p has ") as caught:
+                next(batches)
+            assert reason in str(caught.value)
+            texts = iter([text, *["Answer: 1"] * 100])
+            task.solution = lambda _, texts=texts: next(texts)
+            batch, num_left_out = next(solution_batches(recipe, recipe.warm_start, task, TOKENIZER, conversations))
+            assert num_left_out == 1, text
+            assert all(TOKENIZER.decode(one.token_ids[one.targets][:-1]) == "Answer: 1" for one in batch)
+
+
+UNSAID = {
+    "<code>1</code>": "a </code> without <interpreter> tags after it",
+    "<code>1</code> so <code>2</code>\n<interpreter>\n2\n</interpreter>\n": "a </code> without <interpreter>",
+    "1\n<interpreter>\n1\n</interpreter>\n": "<interpreter> tags that do not follow a </code>",
+    "<code>1</code>\n<interpreter>\n1\n": "<interpreter> tags that do not follow a </code>",
+    "<code>0</code>\n<interpreter>\n0\n</interpreter>\n" * 3 + "so": "4 turns; rollout.environment.max_turns is",
+    "x" * 50: "51 tokens; rollout.max_new_tokens is 40",
+}
+"""A solution, and why it is left out."""
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
