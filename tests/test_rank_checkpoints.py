@@ -1,11 +1,9 @@
-"""Checkpoints of several ranks: written by all, read by any number, sharded or not; an error of one leaves the old.
-
-One run of two ranks and one of three do everything (`everything`); the tests read their results.
-"""
+"""Checkpoints of several ranks: written by all, read by any number, sharded or not; an error of one leaves the old."""
 
 import hashlib
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from srtrl.run.checkpoint import (
 from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_state, state_tensors
 
+pytestmark = pytest.mark.xdist_group("ranks")
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
 Writer = tuple[int, str, torch.dtype]
 """Number of ranks, how they share the state, and the type of the models: bfloat16 has masters."""
@@ -124,7 +123,7 @@ def read(ranks: Ranks, policy: Path, folder: Path) -> int:
     for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
         for path, dtype in ((folder / str(writer), writer[2]) for writer in WHOLE + SHARED):
             if not path.exists():
-                continue  # its ranks come later
+                continue  # three ranks have not written
             _, optimizer, critic = make_trained(policy, dtype, sharding)
             load(path / STEP, dtype, optimizer, critic)
             for name, tensor in state_of(optimizer, critic, dtype):
@@ -136,49 +135,40 @@ def read(ranks: Ranks, policy: Path, folder: Path) -> int:
     return count
 
 
-def everything(ranks: Ranks, policy: Path, folder: Path) -> dict[str, Any]:
-    """Runs on each rank."""
-    write(ranks, policy, folder)
-    ranks.gather(0, "what is written")
-    found: dict[str, Any] = {"read": read(ranks, policy, folder)}
-    if ranks.count == 2:
-        found |= {sharding: fail(ranks, policy, folder / sharding, sharding) for sharding in ("ddp", "fsdp2")}
-    return found
+@pytest.fixture
+def written(policy: Path, make_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Folder of the checkpoints of one rank and of two; tests only read it."""
+
+    def make(folder: Path) -> None:
+        write(ONE_RANK, policy, folder)
+        run_ranks(2, write, policy, folder)
+
+    return make_once("rank_checkpoints", make)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the checkpoints."""
-    return tmp_path_factory.mktemp("written")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def results(policy: Path, written: Path) -> dict[int, list[dict[str, Any]]]:
-    """What each rank returns, by the number of ranks; one process reads what more of them have written, too."""
-    write(ONE_RANK, policy, written)
-    found = {count: run_ranks(count, everything, policy, written) for count in (2, 3)}
-    return {1: [{"read": read(ONE_RANK, policy, written)}], **found}
-
-
-def test_any_number_of_ranks_reads_what_others_have_written(results: dict[int, list[dict[str, Any]]]) -> None:
-    """All numbers have the same bits (compared in `read`)."""
-    assert min(found["read"] for ranks in results.values() for found in ranks) > 200
-
-
-@pytest.mark.parametrize("writer", SHARED, ids=str)
-def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: Writer) -> None:
-    path, whole = written / str(writer) / STEP, written / str((1, "ddp", writer[2])) / STEP
+def check_shares(folder: Path, writer: Writer) -> None:
+    """Each rank has written its share of an optimizer once."""
+    path, whole = folder / str(writer) / STEP, folder / str((1, "ddp", writer[2])) / STEP
     assert find_damage(path) is None
     sizes = sizes_of(path)
     assert (len(sizes), len(sizes_of(whole))) == (writer[0], 1)
     assert sum(sizes) == sum(sizes_of(whole))
     assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
-    damaged = files_of(path)[-1]
-    data = damaged.read_bytes()
-    damaged.write_bytes(data[:-1])
-    assert find_damage(path, policy_only=True) is None
-    assert find_damage(path) == f"{damaged} is missing or not as manifest.json lists it"
-    damaged.write_bytes(data)
+
+
+def test_any_number_of_ranks_reads_what_others_have_written(policy: Path, written: Path) -> None:
+    """All numbers have the same bits (compared in `read`)."""
+    assert min(read(ONE_RANK, policy, written), *run_ranks(2, read, policy, written)) > 200
+    for writer in SHARED[:2]:
+        check_shares(written, writer)
+
+
+@pytest.mark.slow
+def test_three_ranks_read_and_write(policy: Path, written: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written, tmp_path / "written"))
+    run_ranks(3, write, policy, folder)
+    assert min(*run_ranks(3, read, policy, folder), *run_ranks(2, read, policy, folder)) > 200
+    check_shares(folder, SHARED[-1])
 
 
 def sizes_of(path: Path) -> list[int]:
@@ -190,18 +180,21 @@ def files_of(path: Path) -> list[Path]:
     return sorted((path / "optimizer").iterdir())
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path, index: int) -> None:
+def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path) -> None:
     """Also where there is no manifest to compare with."""
-    path = written / str(SHARED[-1]) / STEP
-    _, optimizer, critic = make_trained(policy, torch.float32, "ddp")
-    files = files_of(path)
-    kept = files[index].rename(tmp_path / "kept")
-    try:
+    path = Path(shutil.copytree(written / str(SHARED[1]), tmp_path / "written")) / STEP
+    _, optimizer, critic = make_trained(policy, torch.bfloat16, "ddp")
+    *_, damaged = files_of(path)
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1])
+    assert find_damage(path, policy_only=True) is None
+    assert find_damage(path) == f"{damaged} is missing or not as manifest.json lists it"
+    damaged.write_bytes(data)
+    for file in files_of(path):
+        kept = file.rename(tmp_path / "kept")
         with pytest.raises(ValueError, match=r"/optimizer: (parts of its|its) .*name=OTHER model\.path="):
-            load(path, torch.float32, optimizer, critic)
-    finally:
-        kept.rename(files[index])
+            load(path, torch.bfloat16, optimizer, critic)
+        kept.rename(file)
 
 
 def test_large_states_are_written_in_several_files(
@@ -260,15 +253,14 @@ def contents(path: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in path.rglob("*.*")}
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_an_error_of_one_rank_is_raised_on_all_and_leaves_the_last_checkpoint(
-    written: Path, results: dict[int, list[dict[str, Any]]], sharding: str
+    policy: Path, tmp_path: Path, sharding: str
 ) -> None:
-    first, second = (found[sharding] for found in results[2])
-    folder, full = written / sharding, "[Errno 28] No space left on device"
-    in_optimizer = first[0]
-    assert re.fullmatch(rf"{re.escape(full)}: '{folder}/checkpoints/\.srtrl_\w+/optimizer'", in_optimizer)
+    first, second = run_ranks(2, fail, policy, tmp_path, sharding)
+    full, in_optimizer = "[Errno 28] No space left on device", first[0]
+    assert re.fullmatch(rf"{re.escape(full)}: '{tmp_path}/checkpoints/\.srtrl_\w+/optimizer'", in_optimizer)
     assert first[1:3] == [full, f"rank 1 of 2: {full}"]
     assert second[:3] == [f"rank 0 of 2: {in_optimizer}", f"rank 0 of 2: {full}", full]
-    assert re.match(rf"{folder}/elsewhere/checkpoints/\.srtrl_\w+ of rank 0 is not here", second[3])
+    assert re.match(rf"{tmp_path}/elsewhere/checkpoints/\.srtrl_\w+ of rank 0 is not here", second[3])
     assert first[3] == f"rank 1 of 2: {second[3]}"
