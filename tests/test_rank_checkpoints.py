@@ -3,7 +3,8 @@
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,25 @@ import pytest
 import safetensors.torch
 import torch
 from rank_cases import run_ranks
+from test_checkpoint import ADAMW, contents, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
-from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.model.weights import load_model
 from srtrl.ranks.processes import ONE_RANK, RankError, Ranks
 from srtrl.ranks.sharding import shard, unshard
-from srtrl.recipe.schema import CriticSection
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,
     OPTIMIZER,
-    TrainerState,
     find_damage,
     latest_checkpoint,
-    save_checkpoint,
 )
-from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_state, state_tensors
 
 pytestmark = pytest.mark.xdist_group("ranks")
-ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
 Writer = tuple[int, str, torch.dtype]
 """Number of ranks, how they share the state, and the type of the models: bfloat16 has masters."""
 WHOLE: list[Writer] = [(1, "ddp", torch.float32), (1, "ddp", torch.bfloat16)]
@@ -42,29 +38,40 @@ SHARED: list[Writer] = [(2, "ddp", torch.float32), (2, "fsdp2", torch.bfloat16),
 STEP = "checkpoints/step_000001"
 
 
-def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> tuple[Transformer, torch.optim.Optimizer, Critic]:
-    """Policy, critic (whose head of one row leaves some ranks without a part) and their optimizers."""
-    model, critic = load_model(policy, dtype=dtype, device="cpu"), load_model(policy, dtype=dtype, device="cpu")
-    value_model = ValueModel(critic)
+@dataclass(frozen=True)
+class Trained:
+    """Policy and critic, and their optimizers."""
+
+    models: tuple[Transformer, ValueModel]
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+
+    @property
+    def tensors(self) -> dict[tuple[str, str], Tensor]:
+        """Each tensor of the two optimizers by name."""
+        parts = zip((OPTIMIZER, CRITIC_OPTIMIZER), self.optimizers, strict=True)
+        states = [(owner, state_tensors(optimizer, self.models[0].dtype)) for owner, optimizer in parts]
+        return {(owner, name): tensor for owner, state in states for name, tensor in state.items()}
+
+    def load(self, path: Path) -> None:
+        for name, optimizer in zip((OPTIMIZER, CRITIC_OPTIMIZER), self.optimizers, strict=True):
+            load_state(optimizer, self.models[0].dtype, path, name)
+
+
+def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> Trained:
+    """The critic's head of one row leaves some ranks without a part."""
+    model, body = (load_model(policy, dtype=dtype, device="cpu") for _ in range(2))
+    models = model, ValueModel(body)
     if sharding == "fsdp2":
-        shard(model)
-        shard(value_model)
-    optimizer = build_optimizer(model, **ADAMW)
-    value_optimizer = build_optimizer(value_model, **ADAMW)
+        for one in models:
+            shard(one)
+    optimizers = build_optimizer(models[0], **ADAMW), build_optimizer(models[1], **ADAMW)
     unshard(model)
-    return model, optimizer, Critic(objective=ValueObjective(value_model, CriticSection()), optimizer=value_optimizer)
+    return Trained(models, optimizers)
 
 
-def state_of(optimizer: torch.optim.Optimizer, critic: Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the two optimizers by name."""
-    for owner, one in (("policy", optimizer), ("critic", critic.optimizer)):
-        for name, tensor in state_tensors(one, dtype).items():
-            yield f"{owner} {name}", tensor
-
-
-def numbers_of(name: str, shape: torch.Size) -> Tensor:
+def numbers_of(name: tuple[str, str], shape: torch.Size) -> Tensor:
     """What a tensor holds: a function of its name."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]))
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:6]))
     return torch.randn(shape, generator=generator)
 
 
@@ -73,48 +80,13 @@ def write(ranks: Ranks, policy: Path, folder: Path) -> None:
     """A checkpoint of each kind of this number of ranks."""
     for writer in (one for one in WHOLE + SHARED if one[0] == ranks.count):
         _, sharding, dtype = writer
-        model, optimizer, critic = make_trained(policy, dtype, sharding)
-        for name, tensor in state_of(optimizer, critic, dtype):
+        trained = make_trained(policy, dtype, sharding)
+        for name, tensor in trained.tensors.items():
             full = numbers_of(name, tensor.shape)
             if isinstance(tensor, DTensor):
                 full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
             tensor.copy_(full)
-        save(folder / str(writer), 1, policy, model, optimizer, critic, ranks)
-
-
-def save(
-    folder: Path,
-    step: int,
-    policy: Path,
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    critic: Critic,
-    ranks: Ranks,
-) -> Path:
-    """A checkpoint in `folder/checkpoints`, of a run without rows."""
-    if ranks.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").touch()
-    return save_checkpoint(
-        folder / "checkpoints",
-        TrainerState(step=step, policy_version=step, num_draws=step),
-        model=model,
-        tensors={
-            OPTIMIZER: state_tensors(optimizer, model.dtype),
-            CRITIC_OPTIMIZER: state_tensors(critic.optimizer, model.dtype),
-        },
-        tokenizer=load_tokenizer(str(policy)),
-        end_ids=[0],
-        drafter=NoDrafter(),
-        keep=1,
-        critic=critic.model,
-        ranks=ranks,
-    )
-
-
-def load(path: Path, dtype: torch.dtype, optimizer: torch.optim.Optimizer, critic: Critic) -> None:
-    load_state(optimizer, dtype, path, OPTIMIZER)
-    load_state(critic.optimizer, dtype, path, CRITIC_OPTIMIZER)
+        save(policy, folder / str(writer) / "checkpoints", 1, **vars(trained), ranks=ranks)
 
 
 def read(ranks: Ranks, policy: Path, folder: Path) -> int:
@@ -124,14 +96,15 @@ def read(ranks: Ranks, policy: Path, folder: Path) -> int:
         for path, dtype in ((folder / str(writer), writer[2]) for writer in WHOLE + SHARED):
             if not path.exists():
                 continue  # three ranks have not written
-            _, optimizer, critic = make_trained(policy, dtype, sharding)
-            load(path / STEP, dtype, optimizer, critic)
-            for name, tensor in state_of(optimizer, critic, dtype):
+            trained = make_trained(policy, dtype, sharding)
+            trained.load(path / STEP)
+            for name, tensor in trained.tensors.items():
                 found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 assert torch.equal(found, numbers_of(name, tensor.shape)), (path, sharding, name)
                 count += 1
-            if isinstance(optimizer, MasterWeightAdamW):
-                assert all(torch.equal(one, master.bfloat16()) for one, master in optimizer.master_of.items())
+            if isinstance(trained.optimizers[0], MasterWeightAdamW):
+                masters = trained.optimizers[0].master_of
+                assert all(torch.equal(one, master.bfloat16()) for one, master in masters.items())
     return count
 
 
@@ -183,7 +156,6 @@ def files_of(path: Path) -> list[Path]:
 def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path) -> None:
     """Also where there is no manifest to compare with."""
     path = Path(shutil.copytree(written / str(SHARED[1]), tmp_path / "written")) / STEP
-    _, optimizer, critic = make_trained(policy, torch.bfloat16, "ddp")
     *_, damaged = files_of(path)
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1])
@@ -193,7 +165,7 @@ def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path) -
     for file in files_of(path):
         kept = file.rename(tmp_path / "kept")
         with pytest.raises(ValueError, match=r"/optimizer: (parts of its|its) .*name=OTHER model\.path="):
-            load(path, torch.bfloat16, optimizer, critic)
+            make_trained(policy, torch.bfloat16, "ddp").load(path)
         kept.rename(file)
 
 
@@ -204,14 +176,12 @@ def test_large_states_are_written_in_several_files(
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
     write(ONE_RANK, policy, tmp_path)
     path = tmp_path / str(WHOLE[1]) / STEP
-    model, optimizer, critic = make_trained(policy, torch.bfloat16, "ddp")
+    trained = make_trained(policy, torch.bfloat16, "ddp")
     sizes = [file.stat().st_size for file in files_of(path)]
     assert len(sizes) > 3
-    assert max(sizes) < 50_000 + 4 * max(one.numel() for one in model.parameters()) + 10_000
-    load(path, torch.bfloat16, optimizer, critic)
-    assert all(
-        torch.equal(one, numbers_of(name, one.shape)) for name, one in state_of(optimizer, critic, torch.bfloat16)
-    )
+    assert max(sizes) < 50_000 + 4 * max(one.numel() for one in trained.models[0].parameters()) + 10_000
+    trained.load(path)
+    assert all(torch.equal(one, numbers_of(name, one.shape)) for name, one in trained.tensors.items())
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -223,8 +193,9 @@ def no_space(*_: Any, **__: Any) -> None:
 
 def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
     """The errors of checkpoints where one rank fails at a time."""
-    model, optimizer, critic = make_trained(policy, torch.bfloat16, sharding)
-    before = contents(save(folder, 1, policy, model, optimizer, critic, ranks))
+    checkpoints = folder / "checkpoints"
+    options = {"ranks": ranks, "keep": 1, **vars(make_trained(policy, torch.bfloat16, sharding))}
+    before = contents(save(policy, checkpoints, 1, **options))
     ranks.gather(0, "the first checkpoint")
     found = []
     for owner, name, index in (
@@ -236,21 +207,17 @@ def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
             if ranks.index == index:
                 patch.setattr(owner, name, no_space)
             with pytest.raises((OSError, RankError), match="No space left on device") as caught:
-                save(folder, 2, policy, model, optimizer, critic, ranks)
+                save(policy, checkpoints, 2, **options)
         found.append(str(caught.value))
     with pytest.raises((ValueError, RankError), match="disk of output_dir") as refused:
-        save(folder if ranks.is_main else folder / "elsewhere", 2, policy, model, optimizer, critic, ranks)
+        save(policy, checkpoints if ranks.is_main else folder / "elsewhere" / "checkpoints", 2, **options)
     found.append(str(refused.value))
-    assert latest_checkpoint(folder / "checkpoints") == folder / STEP
+    assert latest_checkpoint(checkpoints) == folder / STEP
     assert contents(folder / STEP) == before
     ranks.gather(0, "the comparison")
-    save(folder, 2, policy, model, optimizer, critic, ranks)
-    assert find_damage(folder / "checkpoints" / "step_000002") is None
+    save(policy, checkpoints, 2, **options)
+    assert find_damage(checkpoints / "step_000002") is None
     return found
-
-
-def contents(path: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in path.rglob("*.*")}
 
 
 @pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])

@@ -5,7 +5,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -72,8 +72,8 @@ class Case:
     has_turns: bool = False
     reward: Callable[..., Any] = half_tokens
     grader: type[Grader] = Grader
-    seconds_per_step: tuple[float, ...] = (0.0, 0.004)
-    """Mean of a random sleep before each decode step, of each rank."""
+    slow_rank: int = 1
+    """It sleeps a random time before each decode step."""
     steps_ahead: int = 0
     """Rank 1 makes its first step when rank 0 has decoded all other samples, and as many steps for run-aheads."""
     error: Exception | None = None
@@ -82,38 +82,30 @@ class Case:
 
 @dataclass(kw_only=True)
 class Found:
-    """What one rank has seen."""
+    """What one rank has seen: of both rollouts, and at the end."""
 
     groups: list[Any] = field(default_factory=list)
-    """`contents` of both rollouts."""
-    kept: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
+    progress: list[int] = field(default_factory=list)
     num_decoded: int = 0
     """Samples that this rank has decoded."""
-    progress: list[tuple[int, int]] = field(default_factory=list)
     history: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
     """Prompt -> what the drafter knows of it at the end, in no order."""
 
 
-class SlowEngine(Engine):
-    """Sleeps before each step."""
+class WatchedEngine(Engine):
+    """Counts the samples that are decoded here, and calls `before_step`."""
 
-    seconds = 0.0
-    error: Exception | None = None
-    num_queued = 0
-    """Samples that were decoded here."""
-    before_step: Callable[[], Any] | None = None
+    num_decoded = 0
+    before_step: Callable[[], None]
 
     def add(self, request: Request) -> None:
-        self.num_queued += not request.is_run_ahead
+        self.num_decoded += not request.is_run_ahead
         super().add(request)
 
     def step(self) -> list[Completion]:
-        if self.error is not None and self.stats.num_steps == 5:
-            raise self.error
-        time.sleep(self.seconds * 2 * random.random())
-        if self.before_step:
-            self.before_step()
+        self.before_step()
         return super().step()
 
 
@@ -133,10 +125,8 @@ def collector_of(grader: Grader, ranks: Ranks, max_new_tokens: int = 30, **optio
 
 def rollouts(ranks: Ranks, case: Case) -> Found:
     """Runs on each rank."""
-    limit = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
-    engine = SlowEngine(policy(), options(**limit), tokenizer=TOKENIZER, drafter=case.drafter())
-    engine.seconds = case.seconds_per_step[ranks.index] if ranks.count > 1 else 0.0
-    engine.error = case.error if ranks.index == 1 else None
+    limits = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
+    engine = WatchedEngine(policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter())
     name = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
     grader = grader_of(name, case.grader)
     conversations = Conversations(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else None
@@ -145,9 +135,8 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
         for _ in range(2):
             options_of_case: dict[str, Any] = {"num_samples": case.num_samples, "conversations": conversations}
             collector = collector_of(grader, ranks, 100 if case.has_turns else 30, **options_of_case)
-            collector.on_progress = lambda *counts: found.progress.append(counts)
-            if case.steps_ahead and ranks.count > 1:
-                engine.before_step = partial(hold_rank_1, ranks, collector.counters, case)
+            collector.on_progress = lambda num_done, _: found.progress.append(num_done)
+            engine.before_step = partial(before_step, ranks, engine, collector.counters, case)
             if case.is_dynamic:
                 until_full = DrawsUntilFull(
                     PROMPTS.__getitem__,
@@ -160,23 +149,28 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
                 kept = until_full.kept_groups(groups, ranks)
             else:
                 ahead = collector.run_ahead(draws[case.num_draws :]) if case.steps_ahead else []
-                kept = groups = collect_rollouts(
-                    engine, collector, FixedDraws(draws[: case.num_draws], run_ahead=ahead)
-                )
+                fixed = FixedDraws(draws[: case.num_draws], run_ahead=ahead)
+                kept = groups = collect_rollouts(engine, collector, fixed)
             found.groups.append(contents(groups))
-            found.kept = [group.draw_index for group in kept]
+            found.kept.append([group.draw_index for group in kept])
             assert engine.pool.num_used == 0
             found.metrics.append(collector.engine_metrics(engine))
             engine.end_step(has_new_weights=True)
-    found.num_decoded = engine.num_queued
+    found.num_decoded = engine.num_decoded
     if isinstance(engine.drafter, SrtDrafter):
         known = engine.drafter.cache("train")
         found.history = {key: sorted(text.tolist() for text in known.rollouts(key)) for key in known.prompts()}
     return found
 
 
-def hold_rank_1(ranks: Ranks, counters: SharedCounters, case: Case) -> None:
-    if ranks.is_main:
+def before_step(ranks: Ranks, engine: Engine, counters: SharedCounters, case: Case) -> None:
+    if ranks.count == 1:
+        return
+    if case.error is not None and ranks.index == 1 and engine.stats.num_steps == 5:
+        raise case.error
+    if ranks.index == case.slow_rank:
+        time.sleep(0.008 * random.random())
+    if case.steps_ahead and ranks.is_main:
         ranks.add("steps ahead", counters.read("finished") >= case.num_draws * case.num_samples - case.slots)
     while not ranks.is_main and ranks.add("steps ahead", 0) < case.steps_ahead:
         time.sleep(0.001)
@@ -207,7 +201,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
         for same in ("engine/tokens", "engine/cache_hit_rate"):
             assert [row.get(same) for row in one.metrics] == [row.get(same) for row in truth.metrics]
     assert sum(one.num_decoded for one in found) == truth.num_decoded  # nothing was decoded twice
-    assert sorted(done for one in found for done, _ in one.progress) == sorted(done for done, _ in truth.progress)
+    assert sorted(chain(*(one.progress for one in found))) == sorted(truth.progress)
     for row in found[0].metrics:
         assert 0 <= row["engine/ranks_idle_share"] < 1
         assert row["engine/rank_seconds_max"] > 0
@@ -227,7 +221,7 @@ def follow(ranks: Ranks) -> dict[str, float]:
         while ranks.add("steps ahead", int(ranks.index > 0)) < 2 and ranks.is_main:
             time.sleep(0.001)
 
-    engine = SlowEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
+    engine = WatchedEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
     engine.before_step = take_part
     grader = grader_of(f"{__name__}:half_tokens")
     for draw in range(2):
@@ -255,12 +249,11 @@ def fail(ranks: Ranks, case: Case) -> str:
 @pytest.mark.parametrize(
     ("error", "message", "case"),
     [
-        ("OSError", "[Errno 28] No space left", Case(error=OSError(28, "No space left"))),
-        ("RuntimeError", "a grading worker did not start", Case(grader=BrokenGrader, is_dynamic=True)),
+        ("OSError", "[Errno 28] No space left", Case(error=OSError(28, "No space left"), slow_rank=0)),
+        ("RuntimeError", "a grading worker did not start", Case(grader=BrokenGrader, is_dynamic=True, slow_rank=0)),
     ],
 )
 def test_all_ranks_end_at_once_where_one_fails_and_say_which(error: str, message: str, case: Case) -> None:
-    case = replace(case, seconds_per_step=(0.01, 0.0))
     assert run_ranks(2, fail, case) == [f"RankError: rank 1 of 2: {message}", f"{error}: {message}"]
 
 
