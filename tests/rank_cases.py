@@ -70,11 +70,11 @@ class RankPool:
             for connection in self._connections:
                 connection.send((function, arguments))
             while waits_for and (ready := wait(list(waits_for), max(0.0, end - time.monotonic()))):
-                for connection in ready:
-                    assert isinstance(connection, Connection)
-                    rank = waits_for.pop(connection)
+                for one in ready:
+                    assert isinstance(one, Connection)
+                    rank = waits_for.pop(one)
                     try:
-                        is_done, answer = connection.recv()
+                        is_done, answer = one.recv()
                     except EOFError:
                         is_done, answer = False, f"rank {rank} of {self.count} ended without an answer"
                     (results if is_done else failures)[rank] = answer

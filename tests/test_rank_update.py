@@ -154,20 +154,19 @@ def test_ranks_learn_what_one_process_learns(name: str, sharding: str) -> None:
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
+FLAWS: dict[str, Exception] = {
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+    "mistake": ValueError("a mistake of the user"),
+    "broken": RuntimeError("the user's own"),
+}
+
+
 def failing_loss(logprobs: Tensor, *_: Tensor, flaw: str, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
     """A user's, which fails on rank 1 alone."""
     if os.environ.get("RANK") == "1":
-        match flaw:
-            case "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-            case "broken":
-                raise RuntimeError("the user's own")
-            case "mistake":
-                raise ValueError("a mistake of the user")
-            case "nan":
-                return -logprobs * math.nan, {}
-            case "slope":
-                return (logprobs - logprobs.detach()).sqrt(), {}
+        if flaw in FLAWS:
+            raise FLAWS[flaw]
+        return {"nan": -logprobs * math.nan, "slope": (logprobs - logprobs.detach()).sqrt()}[flaw], {}
     return -logprobs, {}
 
 

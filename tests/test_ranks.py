@@ -102,8 +102,8 @@ def test_an_error_that_several_ranks_have_is_told_by_one(monkeypatch: pytest.Mon
     plain, told, own = ValueError("not connected yet"), ValueError("by another"), ValueError("of this rank")
     told.add_note(REPORTED_BY_OTHER)
     own.add_note(FIRST_REPORTER)
-    for rank, expected in (("0", (True, False, True)), ("1", (False, False, True))):
-        monkeypatch.setenv("RANK", rank)
+    for index, expected in (("0", (True, False, True)), ("1", (False, False, True))):
+        monkeypatch.setenv("RANK", index)
         assert (should_report(plain), should_report(told), should_report(own)) == expected
 
 
