@@ -1,19 +1,28 @@
-"""Runs a function in several processes that are connected, as `torchrun` would start them."""
+"""Runs functions in several processes that are connected, as `torchrun` would start them.
 
+The processes of `run_ranks` stay: the next call, of any test, runs in them, with counters of its own. A function that
+fails on a rank ends them all, and the next call starts others.
+"""
+
+import atexit
 import multiprocessing
 import os
 import secrets
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from srtrl.ranks.processes import open_ranks
+from srtrl.ranks.processes import Ranks, open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 PRELOADED = """
@@ -24,28 +33,95 @@ PRELOADED = """
 CONTEXT.set_forkserver_preload(PRELOADED.split())
 
 
-def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-    """What `function(ranks, *arguments)` returns in each of `count` processes; errors of them are raised here."""
-    queue = CONTEXT.Queue()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, as `torchrun` has it
-    port = store.port
-    processes = [
-        CONTEXT.Process(target=_body, args=(queue, index, count, port, function, arguments)) for index in range(count)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(queue.get(timeout=timeout) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(5)
+class RankPool:
+    """Connected processes that run one function after the other; they start with the first one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._store: TCPStore | None = None
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 100) -> list[Any]:
+        """What `function(ranks, *arguments)` returns on each rank.
+
+        Raises:
+            AssertionError: It failed on some, with their tracebacks; or some did not answer in `timeout` seconds.
+        """
+        results, failures = self.outcomes(function, *arguments, timeout=timeout)
+        assert not failures, "\n".join(failures.values())
+        return [results[rank] for rank in range(self.count)]
+
+    def outcomes(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 100
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        """Results and tracebacks by rank; where there is a traceback, all processes have ended.
+
+        Raises:
+            AssertionError: Some ranks did not answer in `timeout` seconds; all processes are killed.
+        """
+        if not self._processes:
+            self._start()
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waits_for = dict(zip(self._connections, range(self.count), strict=True))
+        end = time.monotonic() + timeout
+        try:
+            for connection in self._connections:
+                connection.send((function, arguments))
+            while waits_for and (ready := wait(list(waits_for), max(0.0, end - time.monotonic()))):
+                for one in ready:
+                    assert isinstance(one, Connection)
+                    rank = waits_for.pop(one)
+                    try:
+                        is_done, answer = one.recv()
+                    except EOFError:
+                        is_done, answer = False, f"rank {rank} of {self.count} ended without an answer"
+                    (results if is_done else failures)[rank] = answer
+            told = "".join(f"\nrank {rank} says: {failure}" for rank, failure in failures.items())
+            assert not waits_for, (
+                f"ranks {[*waits_for.values()]} of {self.count} did not answer in {timeout:g} seconds{told}"
+            )
+        finally:
+            if failures or waits_for:
+                self.close(seconds=0 if waits_for else 5)
+        return results, failures
+
+    def _start(self) -> None:
+        self._store = store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as `torchrun` has it
+        for index in range(self.count):
+            mine, other = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(other, index, self.count, store.port))
+            process.start()
+            other.close()
+            self._processes.append(process)
+            self._connections.append(mine)
+
+    def close(self, seconds: float = 5) -> None:
+        """End the processes; those that have not ended in `seconds` are killed."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(seconds)
             process.kill()
-    if failed := [found[rank] for rank in range(count) if str(found[rank]).startswith("Traceback")]:
-        raise AssertionError("\n".join(failed))
-    return [found[index] for index in range(count)]
+            process.join(10)
+        self._store, self._processes, self._connections = None, [], []
 
 
-def _body(queue: Any, index: int, count: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 100) -> list[Any]:
+    """`RankPool.run` in processes that other tests use, too."""
+    return shared_pool(count).run(function, *arguments, timeout=timeout)
+
+
+@cache
+def shared_pool(count: int) -> RankPool:
+    """The pool of `count` processes of this process."""
+    pool = RankPool(count)
+    atexit.register(pool.close)
+    return pool
+
+
+def _serve(connection: Connection, index: int, count: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(index),
@@ -58,10 +134,18 @@ def _body(queue: Any, index: int, count: int, port: int, function: Callable[...,
     }
     try:
         with open_ranks() as ranks:
-            result = function(ranks, *arguments)
-        queue.put((index, result))
+            num_calls = 0
+            while True:
+                try:
+                    function, arguments = connection.recv()
+                except EOFError:  # the tests have ended
+                    os._exit(0)
+                num_calls += 1
+                counters = ranks.store and PrefixStore(f"call {num_calls}", ranks.store)
+                result = function(Ranks(index, count, counters, ranks.timeout_seconds), *arguments)
+                connection.send((True, result))
     except BaseException:  # noqa: BLE001 - the parent raises it
-        queue.put((index, traceback.format_exc()))
+        connection.send((False, traceback.format_exc()))
 
 
 def free_port() -> int:

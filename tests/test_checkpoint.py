@@ -1,21 +1,23 @@
 """Checkpoints: the same bits back, whole or not there, and who may use a run folder."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tiny_run import make_recipe, open_run
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
+from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.file import load_recipe
-from srtrl.recipe.schema import CriticSection
 from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,
     OPTIMIZER,
@@ -25,29 +27,42 @@ from srtrl.run.checkpoint import (
     save_checkpoint,
 )
 from srtrl.run.folder import check_run_folder, open_run_folder
-from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import build_optimizer, state_tensors
 
 ADAMW: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
 
-def save(policy: Path, folder: Path, step: int, *, keep: int = 2, critic: Critic | None = None) -> Path:
-    """Save the policy as the checkpoint of this step."""
-    (folder.parent / "metrics.jsonl").touch()
-    model = load_model(str(policy), dtype=torch.float32, device="cpu")
-    optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: build_optimizer(model, **ADAMW)}
-    if critic is not None:
-        optimizers[CRITIC_OPTIMIZER] = critic.optimizer
+def save(
+    policy: Path,
+    folder: Path,
+    step: int,
+    *,
+    keep: int = 2,
+    models: Sequence[nn.Module] = (),
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    ranks: Ranks = ONE_RANK,
+) -> Path:
+    """Save the checkpoint of a step: of the policy, or of these models (and a critic) with their optimizers."""
+    if ranks.is_main:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        (folder.parent / "metrics.jsonl").touch()
+    model, *critics = models or [load_model(policy, dtype=torch.float32, device="cpu")]
+    assert isinstance(model, Transformer)
+    names = (OPTIMIZER, CRITIC_OPTIMIZER)
     return save_checkpoint(
         folder,
         TrainerState(step=step, policy_version=step - 1, num_draws=5 * step),
         model=model,
-        tensors={name: state_tensors(optimizer, torch.float32) for name, optimizer in optimizers.items()},
+        tensors={
+            name: state_tensors(optimizer, model.dtype)
+            for name, optimizer in zip(names, optimizers or [build_optimizer(model, **ADAMW)], strict=False)
+        },
         tokenizer=load_tokenizer(str(policy)),
         end_ids=[0],
         drafter=NoDrafter(),
         keep=keep,
-        critic=None if critic is None else critic.model,
+        critic=cast("ValueModel", critics[0]) if critics else None,
+        ranks=ranks,
     )
 
 
@@ -55,13 +70,11 @@ def test_all_files_are_made_durable_before_the_rename(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file whose name is lost in a power failure is lost: the folder of the critic too must be synced."""
-    critic_model = ValueModel(load_model(str(policy), dtype=torch.float32, device="cpu"))
-    optimizer = build_optimizer(critic_model, **ADAMW)
+    model, body = (load_model(policy, dtype=torch.float32, device="cpu") for _ in range(2))
+    models = [model, ValueModel(body)]
     synced: list[Path] = []
     monkeypatch.setattr("srtrl.metrics.sync_folder", synced.append)
-    path = save(
-        policy, tmp_path, 3, critic=Critic(objective=ValueObjective(critic_model, CriticSection()), optimizer=optimizer)
-    )
+    path = save(policy, tmp_path, 3, models=models, optimizers=[build_optimizer(one, **ADAMW) for one in models])
     *inside, temporary, parent = synced[-len([*path.rglob("*")]) - 2 :]  # after those of single files
     assert is_temporary(temporary)
     assert parent == tmp_path
@@ -78,20 +91,16 @@ def test_a_folder_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None
     assert contents(tmp_path) == before
 
 
-def test_checkpoint_is_a_model_for_transformers(policy: Path, tmp_path: Path) -> None:
-    path = save(policy, tmp_path, 1)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert model.generation_config.eos_token_id == 0
-    ours = load_model(str(policy), dtype=torch.float32, device="cpu")
-    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], ours.embedding)
-
-
 def test_only_the_newest_are_kept_by_number_of_their_step(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "step_2000000.bak").mkdir()  # not a checkpoint
     for step in (2, 4, 999999, 1000000):
-        save(policy, tmp_path, step, keep=2)
+        path = save(policy, tmp_path, step, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
     assert (tmp_path / "step_2000000.bak").is_dir()
+    model = AutoModelForCausalLM.from_pretrained(path)  # a checkpoint is a model for transformers
+    assert model.generation_config.eos_token_id == 0
+    ours = load_model(policy, dtype=torch.float32, device="cpu")
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], ours.embedding)
 
 
 USER_FILES = (
@@ -138,58 +147,46 @@ def test_overwrite_renames_the_whole_folder_and_a_failed_start_renames_it_back(t
     assert contents(tmp_path / "run.1") == first
     assert (outside / "precious").read_text() == "years of work"
     assert [row["loss"] for row in read_metrics(tmp_path / "run.2" / "metrics.jsonl")] == [2.0]
-
-
-def test_overwrite_renames_any_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text("years of work")
-    with open_run(make_recipe(tmp_path / "policy", tmp_path), overwrite=True):
-        assert (tmp_path / "run.1" / "recipe.yaml").read_text() == "years of work"
+    (folder / "recipe.yaml").write_text("years of work")
+    with open_run(recipe, overwrite=True):  # whatever is in it
+        assert (tmp_path / "run.3" / "recipe.yaml").read_text() == "years of work"
 
 
 def link(path: Path) -> None:
     path.symlink_to(path.parent.parent / "precious")
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "flags", "message"),
-    [
-        ("run", link, {"overwrite": True}, "run is a link"),
-        ("run", link, {"resume": True}, "run is a link"),
-        ("run/.lock", link, {"overwrite": True}, r"run/\.lock cannot be made or opened"),
-        ("run/.lock", link, {"resume": True}, "holds no recipe.yaml"),
-        ("run/.lock", link, {}, "run exists: "),
-        ("run/.lock", Path.mkdir, {"overwrite": True}, r"run/\.lock cannot be made or opened"),
-        ("run/.lock", lambda path: path.write_text("of another program"), {}, "run exists: "),
-        ("run/.env", Path.touch, {}, "run exists: "),
-        ("run/report.html", Path.touch, {"resume": True}, r"run holds no recipe\.yaml, so it is not a run"),
-        ("run/policy", Path.mkdir, {"overwrite": True}, r"model\.path: .* is in the run's own folder"),
-        ("run", Path.touch, {"overwrite": True}, "run is a file"),
-    ],
-)
-@pytest.mark.parametrize("target", ["precious", "nothing"])
-def test_what_is_no_run_is_refused_and_left_as_it_is(
-    name: str, make: Callable[[Path], object], flags: Any, message: str, target: str, tmp_path: Path
-) -> None:
+NO_RUNS: list[tuple[str, Callable[[Path], object], dict[str, bool], str]] = [
+    ("run", link, {"overwrite": True}, "run is a link"),
+    ("run", link, {"resume": True}, "run is a link"),
+    ("run/.lock", link, {"overwrite": True}, r"run/\.lock cannot be made or opened"),
+    ("run/.lock", link, {"resume": True}, "holds no recipe.yaml"),
+    ("run/.lock", link, {}, "run exists: "),
+    ("run/.lock", Path.mkdir, {"overwrite": True}, r"run/\.lock cannot be made or opened"),
+    ("run/.lock", lambda path: path.write_text("of another program"), {}, "run exists: "),
+    ("run/.env", Path.touch, {}, "run exists: "),
+    ("run/report.html", Path.touch, {"resume": True}, r"run holds no recipe\.yaml, so it is not a run"),
+    ("run/policy", Path.mkdir, {"overwrite": True}, r"model\.path: .* is in the run's own folder"),
+    ("run", Path.touch, {"overwrite": True}, "run is a file"),
+]
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_what_is_no_run_is_refused_and_left_as_it_is(has_target: bool, tmp_path: Path) -> None:
     """Links lead to a file of the user, or to a name where none must be made."""
-    if target == "precious":
-        (tmp_path / "precious").write_text("years of work")
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    make(tmp_path / name)
-    before = contents(tmp_path)
-    with (
-        pytest.raises(ValueError, match=message),
-        open_run(make_recipe(tmp_path / "run" / "policy", tmp_path), **flags),
-    ):
-        pass
-    assert contents(tmp_path) == before
-
-
-def test_a_folder_that_cannot_be_made_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match=r"^/proc/x/run/\.lock cannot be made"),
-        open_run(make_recipe(Path("policy"), Path("/proc/x"))),
-    ):
+    for number, (name, make, flags, message) in enumerate(NO_RUNS):
+        folder = tmp_path / str(number)
+        (folder / name).parent.mkdir(parents=True)
+        if has_target:
+            (folder / "precious").write_text("years of work")
+        make(folder / name)
+        before = contents(folder)
+        recipe = make_recipe(folder / "run" / "policy", folder)
+        with pytest.raises(ValueError, match=message), open_run(recipe, **flags):
+            pass
+        assert contents(folder) == before, (name, flags)
+    message = r"^/proc/x/run/\.lock cannot be made"
+    with pytest.raises(ValueError, match=message), open_run(make_recipe(Path("policy"), Path("/proc/x"))):
         pass
 
 
@@ -254,32 +251,28 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
 TASK = {"num_train": 11, "num_eval": 6, "max_operations": 2}
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"log__trackers": ["tensorboard"]}, "log.trackers: the run has [], now ['tensorboard']"),
-        ({"algorithm__kl": {"coefficient": 0.0}}, "algorithm.kl.coefficient: the run has 0.01, now 0.0"),
-        (
-            {"task__options": TASK | {"note": 300 * "x"}},
-            f"refused: task.options.note: the run has nothing, now '{196 * 'x'}...",
-        ),
-        ({"seed": 8}, "refused: seed: the run has 7, now 8"),
-        ({"task__options": TASK}, "refused: task.options.num_train: the run has 10, now 11"),
-        ({"rewards": [{"name": "correct"}]}, "refused: rewards: the run has "),
-        ({"model__dtype": "bfloat16"}, "refused: model.dtype: the run has 'float32', now 'bfloat16'"),
-        ({"critic": {}, "algorithm__advantage": "gae"}, "refused: critic: the run has None, now nothing"),
-    ],
-)
-def test_resume_with_another_recipe(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+def test_resume_with_another_recipe(tmp_path: Path) -> None:
     """What is locked is refused with its place in the run's recipe; other options change, and are listed."""
     with open_run(make_recipe(tmp_path / "policy", tmp_path)):
         pass
-    changed = make_recipe(tmp_path / "policy", tmp_path, **changes)
-    if line.startswith("refused: "):
+    changeable: list[tuple[dict[str, Any], str]] = [
+        ({"log__trackers": ["tensorboard"]}, "log.trackers: the run has [], now ['tensorboard']"),
+        ({"algorithm__kl": {"coefficient": 0.0}}, "algorithm.kl.coefficient: the run has 0.01, now 0.0"),
+    ]
+    locked: list[tuple[dict[str, Any], str]] = [
+        (
+            {"task__options": TASK | {"note": 300 * "x"}},
+            f"task.options.note: the run has nothing, now '{196 * 'x'}...",
+        ),
+        ({"seed": 8}, "seed: the run has 7, now 8"),
+        ({"task__options": TASK}, "task.options.num_train: the run has 10, now 11"),
+        ({"rewards": [{"name": "correct"}]}, "rewards: the run has "),
+        ({"model__dtype": "bfloat16"}, "model.dtype: the run has 'float32', now 'bfloat16'"),
+        ({"critic": {}, "algorithm__advantage": "gae"}, "critic: the run has None, now nothing"),
+    ]
+    for changes, line in changeable:
+        assert check_run_folder(make_recipe(tmp_path / "policy", tmp_path, **changes), resume=True) == [line]
+    for changes, line in locked:
         with pytest.raises(ValueError, match="--resume: these options cannot change within a run") as caught:
-            check_run_folder(changed, resume=True)
-        refused = re.search(rf"{tmp_path}/run/recipe\.yaml(?::\d+)?: (.*)", str(caught.value))
-        assert refused is not None
-        assert refused[1].startswith(line.removeprefix("refused: "))
-    else:
-        assert check_run_folder(changed, resume=True) == [line]
+            check_run_folder(make_recipe(tmp_path / "policy", tmp_path, **changes), resume=True)
+        assert re.search(rf"{tmp_path}/run/recipe\.yaml(:\d+)?: {re.escape(line)}", str(caught.value)), changes

@@ -1,13 +1,10 @@
-"""The update on two ranks: what one process computes, but for the order of sums; errors stop all ranks alike.
-
-One pair of processes runs everything (`everything`); the tests read its results.
-"""
+"""The update on two ranks: what one process computes, but for the order of sums; errors stop all ranks alike."""
 
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ import pytest
 import torch
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
 from engine_cases import decode, options, outputs, requests_for, tiny_policy
-from rank_cases import run_ranks
+from rank_cases import RankPool, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
@@ -34,6 +31,7 @@ from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import with_logprobs
 from srtrl.types import TrainSequence
 
+pytestmark = pytest.mark.xdist_group("ranks")
 BUDGET = 20
 """Tokens of a micro-batch: several in a mini-batch, of different sizes."""
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
@@ -101,7 +99,6 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
 
 
 def lora_of(model: nn.Module) -> torch.optim.Optimizer:
-    """LoRA of a policy; it cannot be sharded."""
     assert isinstance(model, Transformer)
     section = LoraSection(rank=4)
     return build_lora_optimizer(model, section, seed=0, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
@@ -112,20 +109,22 @@ CASES: dict[str, Callable[[Ranks, str], Found]] = {
     "gradients, old log-probs computed": partial(learn, optimizer_of=RecordingSGD, algorithm__old_logprobs="recompute"),
     "more ranks than micro-batches": partial(learn, num_groups=1, train__micro_batch_tokens=1000),
     "bfloat16, master weights": partial(learn, dtype=torch.bfloat16, train__num_epochs=2),
-    "LoRA": lambda ranks, _: learn(ranks, "ddp", lora_of, torch.bfloat16, train__num_epochs=2),
+    "LoRA": partial(learn, optimizer_of=lora_of, dtype=torch.bfloat16, train__num_epochs=2),
     "critic": learn_values,
     "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
 }
+REPEATED = next(iter(CASES))
+SLOW = {
+    *(("gradients, old log-probs computed", "fsdp2"), ("critic", "fsdp2")),
+    *(("bfloat16, master weights", "ddp"), ("bfloat16 critic", "ddp")),
+}
+"""What others have, too: gradients and the critic without sharding, and bfloat16 with it, run by default."""
 
 
-def run_cases(ranks: Ranks) -> dict[tuple[str, str], Found]:
-    """What each case gives, with each sharding; the first case twice, for the same bits."""
-    found: dict[tuple[str, str], Found] = {}
-    for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
-        for name, case in CASES.items():
-            found[name, sharding] = case(ranks, sharding)
-        first = next(iter(CASES))
-        assert is_same(found[first, sharding], CASES[first](ranks, sharding))
+def run_case(ranks: Ranks, name: str, sharding: str) -> Found:
+    """What a case gives; the first one twice, for the same bits."""
+    found = CASES[name](ranks, sharding)
+    assert name != REPEATED or is_same(found, CASES[name](ranks, sharding))
     return found
 
 
@@ -133,46 +132,41 @@ def is_same(one: Found, other: Found) -> bool:
     return one[0] == other[0] and all(np.array_equal(array, other[1][name]) for name, array in one[1].items())
 
 
-def everything(ranks: Ranks) -> dict[str, Any]:
-    """Runs on each rank; in the last part rank 1 breaks the connection."""
-    decode_and_learn(ranks)
-    return {"learned": run_cases(ranks), "errors": errors_of(ranks), "broken": fail_sharded(ranks)}
-
-
-@cache
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, everything)
-
-
-def test_ranks_learn_what_one_process_learns() -> None:
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        pytest.param(name, sharding, marks=[pytest.mark.slow] if (name, sharding) in SLOW else [])
+        for name in CASES
+        for sharding in ("ddp", "fsdp2")
+        if (name, sharding) != ("LoRA", "fsdp2")  # it cannot be sharded
+    ],
+)
+def test_ranks_learn_what_one_process_learns(name: str, sharding: str) -> None:
     assert len(list(pack(make_sequences(make_policy()), BUDGET, "cpu"))) % 2, "the ranks have different numbers"
-    first, second = (found["learned"] for found in two_ranks())
-    one_process = run_cases(ONE_RANK)
-    for case, found in first.items():
-        metrics, arrays = one_process[case[0], "ddp"]
-        assert found[0] == pytest.approx(metrics, rel=1e-6, abs=1e-6), case
-        for name, array in arrays.items():
-            np.testing.assert_allclose(found[1][name], array, rtol=0, atol=1e-6, err_msg=f"{case} {name}")
-        assert is_same(found, second[case]), case
+    found, second = run_ranks(2, run_case, name, sharding)
+    assert is_same(found, second)
+    metrics, arrays = run_case(ONE_RANK, name, "ddp")
+    assert found[0] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+    for array_name, array in arrays.items():
+        np.testing.assert_allclose(found[1][array_name], array, rtol=0, atol=1e-6, err_msg=array_name)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
+FLAWS: dict[str, Exception] = {
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+    "mistake": ValueError("a mistake of the user"),
+    "broken": RuntimeError("the user's own"),
+}
+
+
 def failing_loss(logprobs: Tensor, *_: Tensor, flaw: str, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
     """A user's, which fails on rank 1 alone."""
     if os.environ.get("RANK") == "1":
-        match flaw:
-            case "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-            case "broken":
-                raise RuntimeError("the user's own")
-            case "mistake":
-                raise ValueError("a mistake of the user")
-            case "nan":
-                return -logprobs * math.nan, {}
-            case "slope":
-                return (logprobs - logprobs.detach()).sqrt(), {}
+        if flaw in FLAWS:
+            raise FLAWS[flaw]
+        return {"nan": -logprobs * math.nan, "slope": (logprobs - logprobs.detach()).sqrt()}[flaw], {}
     return -logprobs, {}
 
 
@@ -204,7 +198,7 @@ def broken_loss(flaw: str) -> dict[str, Any]:
 
 
 def test_an_error_of_one_rank_stops_all_alike() -> None:
-    other, found = (results["errors"] for results in two_ranks())
+    other, found = run_ranks(2, errors_of)
     place = "step 7, epoch 1, mini-batch 1"
     not_changed = "the weights were not changed by this mini-batch"
     assert found["memory"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
@@ -218,48 +212,42 @@ def test_an_error_of_one_rank_stops_all_alike() -> None:
     assert found["decoder"].startswith(f"NonFiniteError: {place}: a log-prob by the decoder is not a finite number")
 
 
-def fail_sharded(ranks: Ranks) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        learn(ranks, "fsdp2", **broken_loss("broken"))
-    return f"{caught.type.__name__}: {caught.value}"
-
-
 def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
-    waiting, failed = (results["broken"] for results in two_ranks())
-    assert failed == "RuntimeError: the user's own"
-    assert waiting.startswith(
-        "RankError: rank 0 of 2 waited for the others (step 1, epoch 1, mini-batch 1): another rank has ended"
-    )
+    _, failures = RankPool(2).outcomes(partial(learn, **broken_loss("broken")), "fsdp2")
+    assert "RuntimeError: the user's own" in failures[1]
+    waited = "RankError: rank 0 of 2 waited for the others (step 1, epoch 1, mini-batch 1): another rank has ended"
+    assert waited in failures[0]
 
 
 # --- Sharded weights, and the decoder ---------------------------------------------------------------------------------
 
 
-def decode_and_learn(ranks: Ranks) -> None:
-    """Its assertions hold on each rank, or `two_ranks` fails.
-
-    The decoder reads weights that are whole for the rollouts; ranks take different numbers of decode steps.
-    """
+def decode_and_learn(ranks: Ranks, dtype: torch.dtype) -> None:
+    """Runs on each rank; they take different numbers of decode steps."""
     recipe = make_recipe(train__sharding="fsdp2", train__micro_batch_tokens=BUDGET)
     requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index :]
-    for dtype in (torch.float32, torch.bfloat16):
-        policy, plain = tiny_policy(dtype), tiny_policy(dtype)
-        sequences = make_sequences(plain)
-        shard(policy)
-        assert all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in policy.parameters())
-        optimizer = build_optimizer(policy, **ADAMW)
+    policy, plain = tiny_policy(dtype), tiny_policy(dtype)
+    sequences = make_sequences(plain)
+    shard(policy)
+    assert all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in policy.parameters())
+    optimizer = build_optimizer(policy, **ADAMW)
+    unshard(policy)
+    engine, other = Engine(policy, options()), Engine(plain, options())
+    assert policy.dtype == dtype
+    assert all(map(torch.equal, policy.parameters(), plain.parameters()))
+    for step in (1, 2):
+        assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
+        reshard(policy)
+        assert all(isinstance(one, DTensor) for one in policy.parameters())
+        update(policy, optimizer, sequences, recipe, step=step, ranks=ranks)
         unshard(policy)
-        engine, other = Engine(policy, options()), Engine(plain, options())
-        assert policy.dtype == dtype
-        assert all(map(torch.equal, policy.parameters(), plain.parameters()))
-        for step in (1, 2):
-            assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
-            reshard(policy)
-            assert all(isinstance(one, DTensor) for one in policy.parameters())
-            update(policy, optimizer, sequences, recipe, step=step, ranks=ranks)
-            unshard(policy)
-            assert not torch.equal(policy.embedding, plain.embedding)
-            with torch.no_grad():
-                torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
-            engine.end_step(has_new_weights=True)
-            other.end_step(has_new_weights=True)
+        assert not torch.equal(policy.embedding, plain.embedding)
+        with torch.no_grad():
+            torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
+        engine.end_step(has_new_weights=True)
+        other.end_step(has_new_weights=True)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+def test_the_decoder_reads_weights_that_are_whole_for_the_rollouts(dtype: torch.dtype) -> None:
+    run_ranks(2, decode_and_learn, dtype)
