@@ -126,7 +126,10 @@ def test_a_pool_whose_last_graph_is_gone_is_not_used_again(cuda: FakeCuda) -> No
 
 
 def test_each_step_is_computed_once_and_memory_is_given_back_only_where_little_is_left(cuda: FakeCuda) -> None:
-    """A step that moves KV must not run twice: the first capture's warm-up is the step itself, and nothing is computed in a capture."""
+    """A step that moves KV must not run twice: the first capture's warm-up is the step itself.
+
+    Nothing is computed in a capture.
+    """
     graphs = StepGraphs(DEVICE)
     cuda.run(graphs, "aaab")
     first, second = (
