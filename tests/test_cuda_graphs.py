@@ -99,13 +99,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     ],
 )
 def test_steps_are_computed_captured_and_replayed(
-    device: torch.device | None,
-    max_graphs: int,
-    can_capture: bool,
-    asked: str,
-    prepared: str,
-    ran: str,
-    cuda: FakeCuda,
+    device: torch.device | None, max_graphs: int, can_capture: bool, asked: str, prepared: str, ran: str, cuda: FakeCuda
 ) -> None:
     """`prepared`: + for steps for which no kernel was compiled and no graph captured."""
     graphs = StepGraphs(device, max_graphs=max_graphs)

@@ -29,11 +29,7 @@ PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
 
 
 def cuda_engine(
-    policy: Transformer,
-    *,
-    drafter: DrafterBase | None = None,
-    draft_head: DraftHead | None = None,
-    **changes: object,
+    policy: Transformer, *, drafter: DrafterBase | None = None, draft_head: DraftHead | None = None, **changes: object
 ) -> Engine:
     """An engine as on a CUDA device."""
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
