@@ -15,7 +15,7 @@ from srtrl.tasks.arithmetic import is_correct as is_integer
 from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.math_verifier import is_correct
 
-GRADING = GradingSection(num_workers=1, timeout_seconds=1.0)
+GRADING = GradingSection(num_workers=1, timeout_seconds=0.6)
 KNOWN = {("math500", "test/algebra/2193.json", "other solution")}
 """Row 23's answer is 5, row 24's is x=5: the same value."""
 
@@ -63,7 +63,7 @@ def test_each_way_to_disagree_is_said_with_its_reason_and_what_cannot_be_graded_
     assert report.num_agreed == {"solution": 1, "boxed answer": 5, "other solution": 4}
     found = [(one.prompt_id, one.question, one.reason) for one in report.disagreements]
     assert found[:3] == [
-        ("bomb", "solution", "timeout: more than 1 CPU seconds, also when retried alone"),
+        ("bomb", "solution", "timeout: more than 0.6 CPU seconds, also when retried alone"),
         ("wrong", "solution", "found '4', the reference is '5'"),
         ("silent", "solution", "no answer was found, the reference is '6'"),
     ]
@@ -87,7 +87,7 @@ def test_a_recipe_s_task_is_checked_too(tmp_path: Path) -> None:
     file, recipe = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "recipe.yaml"
     task = f"name: math\n  options: {{eval: {{files: ['{file}']}}}}"
     recipe.write_text(MINIMAL.replace("name: arithmetic", task))
-    result = run("eval", "--check-grader", "--recipe", recipe, "eval.num_problems=4")
+    result = run("eval", "--check-grader", "--recipe", recipe, "eval.num_problems=4", "grading.num_workers=1")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("4 of 4") == 3
 
