@@ -275,7 +275,7 @@ MALFORMED_CHOICES: list[tuple[dict[str, Any], str]] = [
 
 
 def test_choices_stand_below_the_problem_and_the_answer_is_a_letter(tmp_path: Path) -> None:
-    options = {"prompt_template": "Q: {problem}\nA:", "choices_field": "choices"}
+    options: dict[str, Any] = {"prompt_template": "Q: {problem}\nA:", "choices_field": "choices"}
     file = write_rows(tmp_path / "rows.jsonl", [{**QUESTION, "answer": answer} for answer in (3, "3", "D", "d")])
     task = make_task(file, **options)
     for prompt in task.train_prompts:
