@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.conversations import Answer, Conversations
@@ -62,10 +64,21 @@ def completion_of(
 def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
     """Submit one turn and wait for the answer to it."""
     conversations.submit_turn(completion, prompt)
-    while not (answers := conversations.take_answers()):
-        wait(conversations.futures(), timeout=0.02)
-    (answer,) = answers
+    (answer,) = answers_of(conversations)
     return answer
+
+
+def answers_of(conversations: Conversations) -> list[Answer]:
+    """All answers that are still to come."""
+    answers: list[Answer] = []
+
+    def is_done() -> bool:
+        wait(conversations.futures(), timeout=0.02)
+        answers.extend(conversations.take_answers())
+        return not conversations.num_pending
+
+    wait_until(is_done)
+    return answers
 
 
 class Echo(EnvironmentBase):
@@ -84,14 +97,8 @@ class Echo(EnvironmentBase):
             raise RuntimeError(turn.text)
         if turn.text.startswith("wait"):
             time.sleep(float(turn.text.removeprefix("wait")))
-        is_done = turn.text == "stop"
-        return Step(
-            observation=f"{len(self.heard)}:{turn.text}",
-            is_done=is_done,
-            reward=1.0,
-            stop_reason="told",
-            metrics={"heard": len(self.heard)},
-        )
+        said = {"observation": f"{len(self.heard)}:{turn.text}", "metrics": {"heard": len(self.heard)}}
+        return Step(**said, is_done=turn.text == "stop", reward=1.0, stop_reason="told")  # type: ignore[arg-type]
 
     def close(self) -> None:
         type(self).num_open -= 1
@@ -104,9 +111,10 @@ class HastyEcho(Echo):
 
 
 class Serial(EnvironmentBase):
-    """One step at a time; the first one, "hang", exceeds the time limit. Counts the steps that overlap others."""
+    """One step at a time; "hang" exceeds the time limit, until `is_free`. Counts the steps that overlap others."""
 
-    timeout_seconds = 0.3
+    timeout_seconds = 1.0
+    is_free = threading.Event()
     num_running = num_overlapping = 0
 
     @classmethod
@@ -115,11 +123,11 @@ class Serial(EnvironmentBase):
 
     def step(self, turn: Turn) -> Step:
         if turn.text == "hang":
-            time.sleep(0.6)
+            self.is_free.wait(60)
             return Step(is_done=True)
         type(self).num_running += 1
         type(self).num_overlapping += self.num_running > 1
-        time.sleep(0.05)
+        time.sleep(0.2)
         type(self).num_running -= 1
         return Step(is_done=True)
 
@@ -163,17 +171,13 @@ class BrokenAtStart(EnvironmentBase):
         raise RuntimeError("no such game")
 
 
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}}
+
+
 class Upper(ToolEnvironment):
     """A tool with two names."""
 
-    tools = tuple(
-        Tool(
-            name=name,
-            description="Upper case.",
-            parameters={"type": "object", "properties": {"text": {"type": "string"}}},
-        )
-        for name in ("upper", "shout")
-    )
+    tools = tuple(Tool(name=name, description="Upper case.", parameters=TEXT) for name in ("upper", "shout"))
 
     def call(self, call: ToolCall) -> tuple[str, str]:
         return call.arguments["text"].upper() + ("!" if call.name == "shout" else ""), "ok"
@@ -185,15 +189,18 @@ class OneTool(Upper):
     tools = Upper.tools[:1]
 
 
+def digits(total: int) -> Step:
+    """An answer that depends on `total`; some end the sample."""
+    time.sleep(random.random() / 100)
+    observation, is_done = str(total * 7919 % 10**6), total % 5 == 0
+    return Step(observation=observation, is_done=is_done, reward=total % 3, metrics={"sum": total})
+
+
 class Digits(EnvironmentBase):
     """Answers any turn by digits that depend on it, after a random time; ends some samples."""
 
     def step(self, turn: Turn) -> Step:
-        time.sleep(random.random() / 100)
-        total = sum(turn.token_ids)
-        return Step(
-            observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
-        )
+        return digits(sum(turn.token_ids))
 
 
 class Ledger(EnvironmentBase):
@@ -206,13 +213,9 @@ class Ledger(EnvironmentBase):
         self.turns: list[tuple[int, ...]] = []
 
     def step(self, turn: Turn) -> Step:
-        time.sleep(random.random() / 100)
         self.turns.append(turn.token_ids)
         self.num_steps[tuple(self.turns)] += 1
-        total = sum(map(sum, self.turns)) + len(self.turns)
-        return Step(
-            observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
-        )
+        return digits(sum(map(sum, self.turns)) + len(self.turns))
 
     def replay(self, turn: Turn, answer: Step) -> Coroutine[Any, Any, None] | None:
         self.turns.append(turn.token_ids)

@@ -1,6 +1,7 @@
 """A tokenizer that needs no file, and a task of given rows, for tests of tasks and grading."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -19,6 +20,14 @@ def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+
+
+def wait_until(is_so: Callable[[], bool], what: str = "it has not happened", seconds: float = 60) -> None:
+    """Wait for what other processes and threads do; the limit is that of a hang, and not of a busy machine."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
 
 
 def prompt_of(answer: str, number: int = 0) -> Prompt:

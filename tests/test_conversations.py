@@ -39,31 +39,28 @@ def grader_of() -> Grader:
     return Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
 
 
-def collector_of(grader: Grader, conversations: Conversations, num_samples: int) -> Collector:
+def collector_of(grader: Grader, conversations: Conversations) -> Collector:
     sampling = SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS)
     options: dict[str, Any] = {"seed": 3, "purpose": "train", "conversations": conversations}
-    return Collector(grader, TOKENIZER, num_samples=num_samples, sampling=sampling, **options)
+    return Collector(grader, TOKENIZER, num_samples=3, sampling=sampling, **options)
+
+
+def prompt_of(i: int) -> Prompt:
+    return Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="")
 
 
 def rollouts_of(
     policy: Transformer, *, is_dynamic: bool = False, drafter: DrafterBase | None = None, **changes: Any
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Twice the same draws (the second time drafters know them), with tools of random latency."""
+    """The same draws, with a drafter twice (the second time it knows them), with tools of random latency."""
     engine = Engine(policy, options(**({"max_sequence_tokens": 128} | changes)), tokenizer=TOKENIZER, drafter=drafter)
-    prompts = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(5)]
+    dynamic: dict[str, Any] = {"first_draw": 0, "num_prompts": 3, "max_draws": 5}
     with Conversations(section_of(Digits, max_turns=4), TOKENIZER) as conversations, grader_of() as grader:
-        for _ in range(2):
-            collector = collector_of(grader, conversations, num_samples=4)
-            draws: Draws = FixedDraws(list(enumerate(prompts)))
+        for _ in range(2 if drafter else 1):
+            draws: Draws = FixedDraws([(i, prompt_of(i)) for i in range(5)])
             if is_dynamic:
-                draws = DrawsUntilFull(
-                    prompts.__getitem__,
-                    first_draw=0,
-                    num_prompts=3,
-                    max_draws=5,
-                    keeps=lambda group: group.draw_index > 1,
-                )
-            groups = collect_rollouts(engine, collector, draws)
+                draws = DrawsUntilFull(prompt_of, keeps=lambda group: group.draw_index > 1, **dynamic)
+            groups = collect_rollouts(engine, collector_of(grader, conversations), draws)
             assert conversations.num_pending == 0
             assert engine.pool.num_used == 0
             assert not engine.scheduler.paused
@@ -93,15 +90,18 @@ def test_rollouts_do_not_depend_on_drafts_slots_pages_or_latency(
     policy: Transformer, truth: list[RolloutGroup]
 ) -> None:
     conversations = [one.conversation for group in truth for one in group.rollouts if one.conversation]
-    assert len(conversations) == 20
+    assert len(conversations) == 15
     assert {one.num_turns for one in conversations} == {1, 2, 3, 4}
     assert {"turns", "done"} <= {one.stop_reason for one in conversations}
-    for drafter, slots, num_pages in ((SrtDrafter(), 7, None), (SuffixDrafter(), 3, None), (SrtDrafter(), 64, 60)):
-        found, metrics = rollouts_of(policy, drafter=drafter, slots=slots, num_pages=num_pages)
+    ways: list[dict[str, Any]] = [
+        {"drafter": SuffixDrafter(), "slots": 3},
+        {"drafter": SrtDrafter(), "slots": 64, "num_pages": 60},
+        {"drafter": SrtDrafter(), "is_dynamic": True},
+    ]
+    for changes in ways:
+        found, metrics = rollouts_of(policy, **changes)
         assert contents(found) == contents(truth)
         assert metrics["engine/tokens_per_decode_step"] > 1.2
-    found, _ = rollouts_of(policy, is_dynamic=True, drafter=SrtDrafter())
-    assert contents(found) == contents(truth)
 
 
 def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> None:
@@ -124,8 +124,8 @@ def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> Non
 def test_a_sample_given_up_in_the_middle_leaves_nothing(policy: Transformer) -> None:
     engine = Engine(policy, options(max_sequence_tokens=128), tokenizer=TOKENIZER)
     with Conversations(section_of(Digits), TOKENIZER) as conversations, grader_of() as grader:
-        collector = collector_of(grader, conversations, num_samples=8)
-        requests = collector.open(0, Prompt(prompt_id="0", text="", token_ids=(1, 2), answer=""))
+        collector = collector_of(grader, conversations)
+        requests = [request for i in range(3) for request in collector.open(i, prompt_of(i))]
         for number, completion in enumerate(engine.generate(requests)):
             collector.receive(completion)
             if number == 3:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -27,6 +24,7 @@ from environment_cases import (
     Serial,
     Unusable,
     Upper,
+    answers_of,
     ask,
     completion_of,
     encode,
@@ -34,10 +32,11 @@ from environment_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.conversations import Answer, Conversations
 from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
@@ -45,7 +44,7 @@ from srtrl.environments.record import Record, checksum
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.rollout.partial import prefix_of
-from srtrl.types import Prompt
+from srtrl.types import Conversation, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,32 +58,29 @@ THINKING_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", EMPTY_THOUGHT
 FORGETTING_TEMPLATE = CHAT_TEMPLATE.replace("message.content }}", "message.content if loop.last else '...' }}")
 
 
-def test_a_conversation_from_the_first_turn_to_the_last() -> None:
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
-        first = completion_of([*encode("abc"), END])
-        answer = ask(conversations, first)
-        assert answer.conversation is None
-        assert answer.extension == encode("1:abc")
-        second = completion_of(encode("stop"), first, answer.extension)
-        answer = ask(conversations, second)
-        assert answer.extension == []
-        found = answer.conversation
-        assert found is not None
-        assert found.segments == (
-            ("model", len(encode("abc")) + 1),
-            ("observation", len(encode("1:abc"))),
-            ("model", 1 + 3),
-        )
-        assert (found.stop_reason, found.num_turns, found.reward) == ("told", 2, 2.0)
-        assert found.metrics == (("heard", 1), ("heard", 2))
-        assert len(found.tool_seconds) == 2
-        assert Echo.num_open == 0
-
-
 def tokenizer_with(template: str | None) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer("bundled:tiny")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def ending_of(answer: Answer) -> Conversation:
+    assert answer.extension == []
+    assert answer.conversation is not None
+    return answer.conversation
+
+
+def test_a_conversation_from_the_first_turn_to_the_last() -> None:
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        first = completion_of([*encode("abc"), END])
+        answer = ask(conversations, first)
+        assert (answer.conversation, answer.extension) == (None, encode("1:abc"))
+        found = ending_of(ask(conversations, completion_of(encode("stop"), first, answer.extension)))
+        assert found.segments == (("model", 3 + 1), ("observation", len(encode("1:abc"))), ("model", 4))
+        assert (found.stop_reason, found.num_turns, found.reward) == ("told", 2, 2.0)
+        assert found.metrics == (("heard", 1), ("heard", 2))
+        assert len(found.tool_seconds) == 2
+    assert Echo.num_open == 0
 
 
 def test_a_long_observation_loses_its_middle_by_tokens() -> None:
@@ -93,21 +89,16 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
         whole = encode(f"1:{said}")
         extension = ask(conversations, completion_of(encode(said))).extension
         assert len(extension) == 40
-        note = TOKENIZER.decode(extension)
-        assert f"[... {len(whole) - 40} tokens left out ...]" in note
-        assert extension[:4] == whole[:4]
-        assert extension[-4:] == whole[-4:]
+        assert f"[... {len(whole) - 40} tokens left out ...]" in TOKENIZER.decode(extension)
+        assert (extension[:4], extension[-4:]) == (whole[:4], whole[-4:])
 
 
-@pytest.mark.parametrize("started", ["a text", [5], 5, [["role", "user"]]])
-def test_start_must_return_messages(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Echo, "start", lambda *_: started, raising=False)
+def test_start_must_return_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"rollout\.environment: `start` of \S*Echo, called with prompt .*(must return a list of|not iterable)"
-    with (
-        Conversations(section_of(Echo), TOKENIZER) as conversations,
-        pytest.raises(ValueError, match=message),
-    ):
-        conversations.started(PROMPT, 100)
+    for started in ("a text", [5], 5, [["role", "user"]]):
+        monkeypatch.setattr(Echo, "start", lambda *_, it=started: it, raising=False)
+        with Conversations(section_of(Echo), TOKENIZER) as conversations, pytest.raises(ValueError, match=message):
+            conversations.started(PROMPT, 100)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
     (Echo, "abc", {"max_turns": 1}, "turns"),
     (Echo, "abc", {"max_new_tokens": 8}, "observation"),
     (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
-    (HastyEcho, "wait0.3", {}, "time"),
+    (HastyEcho, "wait2", {}, "time"),
     (Unusable, "done", {}, "done"),  # with numbers of NumPy
     (Echo, "<|endo/ftext|>", {}, r"1:<\|endoftext\|>$"),  # as ordinary tokens
     (AsyncEcho, "abc", {}, r"abc$"),
@@ -158,16 +149,16 @@ TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
 def test_limits_have_names_and_mistakes_of_an_author_are_texts(
     environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], expected: str
 ) -> None:
-    section = {key: value for key, value in limits.items() if key in EnvironmentSection.model_fields}
-    others = {key: value for key, value in limits.items() if key not in section}
+    section = {key: limits[key] for key in limits.keys() & EnvironmentSection.model_fields}
+    others = {key: limits[key] for key in limits.keys() - section}
+    token_ids = [token for part in turn.split("/") for token in encode(part)]
     with Conversations(section_of(environment, **section), TOKENIZER) as conversations:
-        token_ids = [token for part in turn.split("/") for token in encode(part)]
         answer = ask(conversations, completion_of(token_ids, **others))
         if answer.conversation is None:
             assert END not in answer.extension
             assert re.match(expected, str(TOKENIZER.decode(answer.extension)))
             return
-        assert (answer.extension, answer.conversation.stop_reason) == ([], expected)
+        assert ending_of(answer).stop_reason == expected
         if environment is Unusable:
             assert (answer.conversation.reward, answer.conversation.metrics) == (1.0, (("a", 2.0),))
 
@@ -188,9 +179,7 @@ def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_alway
 ) -> None:
     with Conversations(section_of(environment, max_turns=1), TOKENIZER) as conversations:
         for sample, said in enumerate(("raise this", "raise that")):
-            answer = ask(conversations, completion_of(encode(said), sample=sample))
-            assert answer.conversation is not None
-            assert answer.conversation.outcomes == ("raised",)
+            assert ending_of(ask(conversations, completion_of(encode(said), sample=sample))).outcomes == ("raised",)
         with pytest.raises(ValueError, match=r"(?s)step 3: the environment .* in each of 2 samples.*raise this"):
             conversations.check_not_all_raised("step 3")
         ask(conversations, completion_of(encode("fine"), sample=2))
@@ -203,31 +192,23 @@ def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_alway
 
 
 def test_a_late_answer_adds_no_thread_and_waiting_for_one_is_not_counted_as_time() -> None:
-    reasons: list[str | None] = []
     before = threading.enumerate()  # some wait for the steps of earlier tests
 
-    def live_threads() -> int:
+    def num_threads() -> int:
         return sum(thread.name == "environment" for thread in threading.enumerate() if thread not in before)
 
     with Conversations(section_of(Serial), TOKENIZER) as conversations:
-        assert live_threads() == 2  # of the event loop, and of the steps
-        for sample in range(2):
-            answer = ask(conversations, completion_of(encode("hang"), sample=sample))
-            assert answer.conversation is not None
-            assert answer.conversation.stop_reason == "time"
-        while live_threads() > 2:  # until the late answers have come
-            time.sleep(0.01)
+        assert num_threads() == 2  # of the event loop, and of the steps
+        assert ending_of(ask(conversations, completion_of(encode("hang")))).stop_reason == "time"
+        Serial.is_free.set()
+        wait_until(lambda: num_threads() == 2)  # the late answer has come
         for sample in range(8):
             conversations.submit_turn(completion_of(encode("go"), sample=10 + sample), PROMPT)
-        while conversations.num_pending:
-            wait(conversations.futures(), timeout=0.02)
-            endings = [answer.conversation for answer in conversations.take_answers()]
-            reasons += [ending.stop_reason if ending else None for ending in endings]
+        reasons = [ending_of(answer).stop_reason for answer in answers_of(conversations)]
         assert reasons == ["done"] * 8  # together they take longer than the limit
         assert Serial.num_overlapping == 0
         loop = conversations._loop
-    while live_threads():
-        time.sleep(0.01)
+    wait_until(lambda: num_threads() == 0)
     assert loop.is_closed()
 
 
@@ -294,82 +275,100 @@ def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tm
             assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("said", "observation", "outcomes"),
-    [
-        ("so <code>ab</code>", "AB", ("ok",)),
-        ("<code>```python\nab\n```</code>", "AB", ("ok",)),
-        ("<code>x</code> and <code>\nab</code>", "\nAB", ("ok",)),
-        ("<code>ab", "error: a <code> without </code>", ("malformed",)),
-        ("ab</code>", "error: a </code> without <code>", ("malformed",)),
-    ],
-)
-def test_code_tags(said: str, observation: str, outcomes: tuple[str, ...]) -> None:
+CODE_TAGS: list[tuple[str, str, str]] = [
+    ("so <code>ab</code>", "AB", "ok"),
+    ("<code>```python\nab\n```</code>", "AB", "ok"),
+    ("<code>x</code> and <code>\nab</code>", "\nAB", "ok"),
+    ("<code>ab", "error: a <code> without </code>", "malformed"),
+    ("ab</code>", "error: a </code> without <code>", "malformed"),
+]
+PYTHON: list[tuple[str, str, str]] = [
+    ("print(3)\n4 * 5", "3\n20", "ok"),
+    ("import sympy\nsympy.factor(sympy.Symbol('x')**2 - 1)", "(x - 1)*(x + 1)", "ok"),
+    ("x = 1", "[no output]", "ok"),
+    ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero", "error"),
+    ("raise SystemExit(3)", "exit code 3", "error"),
+    ("while True: pass", "[the time limit was exceeded]", "timeout"),
+    ("x = bytearray(2**33)", "[the memory limit was exceeded]", "memory"),
+    ("while True: print('a' * 1000)", r"[more output than allowed; the rest is lost]", "truncated"),
+    ("import ctypes\nctypes.string_at(0)", "[the program was killed]", "killed"),
+]
+"""What the policy says, what is observed (of Python's the end), and the outcome."""
+
+
+def check_outcomes(conversations: Conversations, said: str, observation: str, outcome: str) -> None:
+    first = completion_of(encode(said), max_new_tokens=4000)
+    answer = ask(conversations, first)
+    text = str(TOKENIZER.decode(answer.extension))
+    assert text.startswith("\n<interpreter>\n"), said
+    assert text.endswith(f"{observation}\n</interpreter>\n"), said
+    last = ending_of(ask(conversations, completion_of(encode("Answer: 4"), first, answer.extension)))
+    assert (last.outcomes, last.stop_reason, last.num_void_turns) == ((outcome,), "answered", 0), said
+    assert [kind for kind, _ in last.segments] == ["model", "boundary", "observation", "boundary", "model"]
+
+
+def test_code_tags() -> None:
     with Conversations(section_of(OneTool, format="code_tags"), TOKENIZER) as conversations:
-        first = completion_of(encode(said))
-        answer = ask(conversations, first)
-        assert TOKENIZER.decode(answer.extension) == f"\n<interpreter>\n{observation}\n</interpreter>\n"
-        last = ask(conversations, completion_of(encode("Answer: 4"), first, answer.extension)).conversation
-        assert last is not None
-        assert (last.outcomes, last.stop_reason, last.num_void_turns) == (outcomes, "answered", 0)
-        assert [kind for kind, _ in last.segments] == ["model", "boundary", "observation", "boundary", "model"]
-        void = ask(conversations, completion_of(encode("well"), sample=1)).conversation
-        assert void is not None
+        for said, observation, outcome in CODE_TAGS:
+            check_outcomes(conversations, said, f"<interpreter>\n{observation}", outcome)
+        void = ending_of(ask(conversations, completion_of(encode("well"), sample=1)))
         assert (void.stop_reason, void.num_void_turns) == ("answered", 1)
+
+
+def test_python_says_what_was_printed_and_how_it_ended() -> None:
+    """In its sandbox, as a recipe would have it."""
+    section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
+    assert PythonEnvironment.max_parallel(PythonOptions(num_workers=3)) == 3
+    with Conversations(section, TOKENIZER) as conversations:
+        for code, observation, outcome in PYTHON:
+            check_outcomes(conversations, f"<code>\n```python\n{code}\n```\n</code>", observation, outcome)
 
 
 def hermes(name: str, text: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'text': text}})}\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("turn", "observations"),
-    [
-        (hermes("upper", "ab"), ["AB"]),
-        (hermes("upper", "ab") + hermes("shout", "ab"), ["AB", "AB!"]),
-        (hermes("whisper", "ab"), ["error: there is no tool whisper; there is: upper, shout"]),
-        (hermes("upper", 3), ["error: the argument text of upper must be a string"]),
-        (
-            hermes("upper", "ab") + hermes("no", "ab"),
-            ["error: another call of this turn cannot be run", "error: there is no tool no; there is: upper, shout"],
-        ),
-        ("<tool_call>1 2</tool_call>", ["error: no JSON in <tool_call>: Extra data: line 1 column 3 (char 2)"]),
-        ("<tool_call>[]</tool_call>", ['error: expected {"name": ..., "arguments": {...}} in <tool_call>']),
-        (
-            '<tool_call>{"name": "upper", "arguments": []}</tool_call>',
-            ["error: the arguments of upper are no JSON object"],
-        ),
-        ('<tool_call>{"name": "upper"}</tool_call>', ["error: the call of upper lacks the argument text"]),
-        ("<tool_call>", ["error: a <tool_call> without </tool_call>"]),
-        # JSON can hold half a surrogate pair, and no tokenizer takes it.
-        (r'<tool_call>{"name": "\ud800"}</tool_call>', ["error: there is no tool ?; there is: upper, shout"]),
-        (r'<tool_call>{"name": "upper", "arguments": {"text": "\ud800"}}</tool_call>', ["?"]),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", ["error: no JSON in <tool_call>: maximum recursion depth"]),
-    ],
-)
-def test_hermes(turn: str, observations: list[str]) -> None:
+NO_TOOL = "error: there is no tool {}; there is: upper, shout"
+HERMES: list[tuple[str, list[str]]] = [
+    (hermes("upper", "ab"), ["AB"]),
+    (hermes("upper", "ab") + hermes("shout", "ab"), ["AB", "AB!"]),
+    (hermes("whisper", "ab"), [NO_TOOL.format("whisper")]),
+    (hermes("upper", 3), ["error: the argument text of upper must be a string"]),
+    (
+        hermes("upper", "ab") + hermes("no", "ab"),
+        ["error: another call of this turn cannot be run", NO_TOOL.format("no")],
+    ),
+    ("<tool_call>1 2</tool_call>", ["error: no JSON in <tool_call>: Extra data: line 1 column 3 (char 2)"]),
+    ("<tool_call>[]</tool_call>", ['error: expected {"name": ..., "arguments": {...}} in <tool_call>']),
+    ('<tool_call>{"name": "upper", "arguments": []}</tool_call>', ["error: the arguments of upper are no JSON object"]),
+    ('<tool_call>{"name": "upper"}</tool_call>', ["error: the call of upper lacks the argument text"]),
+    ("<tool_call>", ["error: a <tool_call> without </tool_call>"]),
+    # JSON can hold half a surrogate pair, and no tokenizer takes it.
+    (r'<tool_call>{"name": "\ud800"}</tool_call>', [NO_TOOL.format("?")]),
+    (r'<tool_call>{"name": "upper", "arguments": {"text": "\ud800"}}</tool_call>', ["?"]),
+    ("<tool_call>" + "[" * 100_000 + "</tool_call>", ["error: no JSON in <tool_call>: maximum recursion depth"]),
+]
+
+
+def test_hermes() -> None:
     tokenizer = tokenizer_with(CHAT_TEMPLATE)
     with Conversations(section_of(Upper, format="hermes"), tokenizer) as conversations:
-        answer = ask(conversations, completion_of([*encode(turn), END], max_new_tokens=10**6))
-        *between, end = ["\n", *["<|endoftext|>\n"] * len(observations)]
-        expected = "".join(f"{start}<|tool|>{text}" for start, text in zip(between, observations, strict=True))
-        text = str(tokenizer.decode(answer.extension))
-        assert text.startswith(expected)
-        assert text.endswith(f"{end}<|assistant|>")
         assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
+        for sample, (turn, observations) in enumerate(HERMES):
+            completion = completion_of([*encode(turn), END], max_new_tokens=10**6, sample=sample)
+            text = str(tokenizer.decode(ask(conversations, completion).extension))
+            *between, end = ["\n", *["<|endoftext|>\n"] * len(observations)]
+            expected = "".join(f"{start}<|tool|>{text}" for start, text in zip(between, observations, strict=True))
+            assert text.startswith(expected), turn[:100]
+            assert text.endswith(f"{end}<|assistant|>"), turn[:100]
 
 
-@pytest.mark.parametrize(
-    ("template", "is_fine"), [(THINKING_TEMPLATE, True), (FORGETTING_TEMPLATE, False), (None, False)]
-)
-def test_templates_that_rewrite_earlier_turns_are_refused(template: str | None, is_fine: bool) -> None:
-    tokenizer = tokenizer_with(template)
-    if is_fine:
-        parts = Hermes(tokenizer, Upper.tools).parts(["a"])
-        assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
-    else:
-        with pytest.raises(ValueError, match="changes earlier messages" if template else "has no chat template"):
-            Conversations(section_of(Upper, format="hermes"), tokenizer)
+def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
+    parts = Hermes(tokenizer_with(THINKING_TEMPLATE), Upper.tools).parts(["a"])
+    assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
+    for template, message in ((FORGETTING_TEMPLATE, "changes earlier messages"), (None, "has no chat template")):
+        with pytest.raises(ValueError, match=message):
+            Conversations(section_of(Upper, format="hermes"), tokenizer_with(template))
 
 
 class Greeting(Echo):
@@ -430,37 +429,3 @@ def test_the_calculator_shows_numbers_and_refuses_all_else() -> None:
     for text in wrong:
         with pytest.raises(ValueError, match=r"."):
             evaluate(text)
-
-
-@pytest.fixture(scope="module")
-def python() -> Iterator[Conversations]:
-    """Python in its sandbox, as a recipe would have it."""
-    section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
-    assert PythonEnvironment.max_parallel(PythonOptions(num_workers=3)) == 3
-    with Conversations(section, TOKENIZER) as conversations:
-        yield conversations
-
-
-@pytest.mark.parametrize(
-    ("code", "observation", "outcome"),
-    [
-        ("print(3)\n4 * 5", "3\n20", "ok"),
-        ("import sympy\nsympy.factor(sympy.Symbol('x')**2 - 1)", "(x - 1)*(x + 1)", "ok"),
-        ("x = 1", "[no output]", "ok"),
-        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero", "error"),
-        ("raise SystemExit(3)", "exit code 3", "error"),
-        ("while True: pass", "[the time limit was exceeded]", "timeout"),
-        ("x = bytearray(2**33)", "[the memory limit was exceeded]", "memory"),
-        ("while True: print('a' * 1000)", r"[more output than allowed; the rest is lost]", "truncated"),
-        ("import ctypes\nctypes.string_at(0)", "[the program was killed]", "killed"),
-    ],
-)
-def test_python_says_what_was_printed_and_how_it_ended(
-    python: Conversations, code: str, observation: str, outcome: str
-) -> None:
-    first = completion_of(encode(f"<code>\n```python\n{code}\n```\n</code>"), max_new_tokens=4000)
-    answer = ask(python, first)
-    assert str(TOKENIZER.decode(answer.extension)).endswith(f"{observation}\n</interpreter>\n")
-    last = ask(python, completion_of(encode("Answer: 4"), first, answer.extension, max_new_tokens=4000)).conversation
-    assert last is not None
-    assert last.outcomes == (outcome,)

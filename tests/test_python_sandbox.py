@@ -7,14 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
 import pytest
-from sandbox_attacks import ATTACKS, FILES, HARMLESS_IN_BUBBLEWRAP, Attack
+from sandbox_attacks import ATTACKS, FILES, HARMLESS_IN_BUBBLEWRAP, REPRESENTATIVES
+from task_cases import wait_until
 from typer.testing import CliRunner
 
 from srtrl.cli import app
@@ -23,16 +23,16 @@ from srtrl.environments.python_sandbox import (
     WORKER_FILE,
     PythonSandbox,
     SandboxLimits,
-    ToolResult,
     choose_kind,
     sandlock_problem,
 )
 
 NO_SANDLOCK = sandlock_problem()
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=2.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
-OWN_LIMITS = LIMITS.model_copy(update={"wall_seconds": LIMITS.wall_seconds + 1})
+LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=4.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
+OWN_LIMITS = LIMITS.model_copy(update={"wall_seconds": LIMITS.wall_seconds + 200})
 """Of pools that a test makes for itself. The odd numbers of seconds mark processes in the system's list of them."""
+SLEEP = "import time\ntime.sleep(1000)"
 
 
 def worker_pids(limits: SandboxLimits = OWN_LIMITS) -> set[int]:
@@ -47,14 +47,6 @@ def worker_pids(limits: SandboxLimits = OWN_LIMITS) -> set[int]:
         if str(limits.wall_seconds).encode() in command and state != "Z":
             found.add(int(folder.name))
     return found
-
-
-def wait_for_workers(wanted: set[int]) -> set[int]:
-    """The processes of a test's own pools; waits a little for the kernel to end the others."""
-    deadline = time.monotonic() + 2
-    while not worker_pids() <= wanted and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return worker_pids()
 
 
 def host_of(pool: PythonSandbox) -> int:
@@ -73,12 +65,6 @@ class World:
     pids: set[int]
     secrets: dict[Path, os.stat_result]
 
-    def run(self, attack: Attack) -> ToolResult:
-        code = attack.code
-        if "{" in code:
-            code = code.format(**self.names)
-        return self.pool.run(code)
-
     def check(self) -> None:
         """Nothing got out, nothing stays, and the pool works as before."""
         for listener in self.sockets:
@@ -90,8 +76,8 @@ class World:
             assert (now.st_mode, now.st_mtime, now.st_nlink) == (stat.st_mode, stat.st_mtime, stat.st_nlink)
         for folder in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/"), Path.home(), PROJECT.parent):
             assert not list(folder.glob(f"*{self.token}*"))
-        replies = [future.result() for future in [self.pool.submit("print(6 * 7)\nrepr(2)") for _ in range(2)]]
-        assert [(reply.status, reply.stdout) for reply in replies] == [("ok", "42\n'2'\n")] * 2
+        replies = self.pool.submit("print(6 * 7)\nrepr(2)"), self.pool.submit("print(6 * 7)\nrepr(2)")
+        assert [(reply.result().status, reply.result().stdout) for reply in replies] == [("ok", "42\n'2'\n")] * 2
         assert worker_pids(LIMITS) == self.pids
 
 
@@ -153,13 +139,13 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if attack.slow else ()) for name, attack in ATTACKS.items()]
+    "name", [pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.slow) for name in ATTACKS]
 )
 def test_no_attack_gets_through(world: World, name: str) -> None:
     attack = ATTACKS[name]
     if name in HARMLESS_IN_BUBBLEWRAP and world.pool.kind == "bubblewrap":
         pytest.skip("finds only empty folders")
-    result = world.run(attack)
+    result = world.pool.run(attack.code.format(**world.names) if "{" in attack.code else attack.code)
     output = result.stdout + result.stderr
     assert result.status in attack.status.split("|"), result
     assert attack.output in output, result
@@ -167,9 +153,7 @@ def test_no_attack_gets_through(world: World, name: str) -> None:
     assert world.token not in result.stdout
     assert "[build-system]" not in output
     assert result.is_truncated == attack.is_truncated
-    assert len(result.stdout) <= LIMITS.output_bytes
-    assert len(result.stderr) <= LIMITS.output_bytes
-    assert result.seconds < 10
+    assert max(len(result.stdout), len(result.stderr)) <= LIMITS.output_bytes
     world.check()
 
 
@@ -181,35 +165,35 @@ def test_the_attacks_are_real(world: World, caplog: pytest.LogCaptureFixture) ->
     assert ["sandbox: none" in record.message for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize(
-    ("code", "stdout"),
-    [
-        ("", ""),
-        ("1 + 1", "2\n"),
-        ("x = 3", ""),
-        ("x = 3; x", "3\n"),
-        ("print(1)", "1\n"),
-        ("None", ""),
-        ("'text'", "'text'\n"),
-        ("if True:\n    5", ""),
-        ("5  # a comment\n# another\n", "5\n"),
-        ('"""five"""', "'five'\n"),
-        ("(1 +\n 2)", "3\n"),
-        ("import sympy\nx = sympy.Symbol('x')\nsympy.factor(x**2 - 1)", "(x - 1)*(x + 1)\n"),
-        ("import numpy as np\nnp.arange(3).tolist()", "[0, 1, 2]\n"),
-        ("print('é∞')", "é∞\n"),
-        ("__name__", "'__main__'\n"),
-        ("from dataclasses import dataclass, replace\n@dataclass\nclass P:\n    x: int\nP(1)", "P(x=1)\n"),
-        ("def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nf(20)", "6765\n"),
-        ("import asyncio\nasync def f(): return 4\nasyncio.run(f())", "4\n"),
-        ("print(1, end='')\nquit()", "1"),
-    ],
-)
-def test_output_and_value(world: World, code: str, stdout: str) -> None:
-    result = world.pool.run(code)
-    assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", stdout, "", 0)
-    assert not result.is_truncated
-    assert 0 < result.seconds < 5
+VALUES = [
+    ("", ""),
+    ("1 + 1", "2\n"),
+    ("x = 3", ""),
+    ("x = 3; x", "3\n"),
+    ("print(1)", "1\n"),
+    ("None", ""),
+    ("'text'", "'text'\n"),
+    ("if True:\n    5", ""),
+    ("5  # a comment\n# another\n", "5\n"),
+    ('"""five"""', "'five'\n"),
+    ("(1 +\n 2)", "3\n"),
+    ("import sympy\nx = sympy.Symbol('x')\nsympy.factor(x**2 - 1)", "(x - 1)*(x + 1)\n"),
+    ("import numpy as np\nnp.arange(3).tolist()", "[0, 1, 2]\n"),
+    ("print('é∞')", "é∞\n"),
+    ("__name__", "'__main__'\n"),
+    ("from dataclasses import dataclass, replace\n@dataclass\nclass P:\n    x: int\nP(1)", "P(x=1)\n"),
+    ("def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nf(20)", "6765\n"),
+    ("import asyncio\nasync def f(): return 4\nasyncio.run(f())", "4\n"),
+    ("print(1, end='')\nquit()", "1"),
+]
+
+
+def test_output_and_value(world: World) -> None:
+    for code, stdout in VALUES:
+        result = world.pool.run(code)
+        assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", stdout, "", 0), code
+        assert not result.is_truncated
+        assert result.seconds > 0
 
 
 def test_an_error_shows_the_codes_own_lines(world: World) -> None:
@@ -246,66 +230,56 @@ def test_memory_is_that_of_the_call(world: World) -> None:
     assert world.pool.run(f"x = bytearray({260 * 2**20})").status == "memory"
 
 
-def test_submit_returns_at_once_and_calls_overlap(world: World) -> None:
-    begun = time.monotonic()
-    futures = [world.pool.submit("import time\ntime.sleep(1)") for _ in range(2)]
-    assert time.monotonic() - begun < 0.5
-    assert [future.result().status for future in futures] == ["ok", "ok"]
-    assert time.monotonic() - begun < 1.9
-
-
 def test_a_process_killed_from_outside_costs_only_its_call() -> None:
     with PythonSandbox(OWN_LIMITS, num_workers=1) as pool:
         for whom in ("call", "interpreter", "host"):
             before, host = worker_pids(), host_of(pool)
-            future = pool.submit("import time\nprint('begun')\ntime.sleep(1000)")
-            while len(worker_pids()) == len(before):
-                time.sleep(0.01)
+            future = pool.submit(SLEEP)
+            wait_until(lambda before=before: worker_pids() > before)  # type: ignore[misc]
             call = max(worker_pids() - before)
             os.kill({"host": host, "call": call, "interpreter": max(before - {host})}[whom], signal.SIGKILL)
-            assert future.result(timeout=5).status == "killed"
-            assert wait_for_workers(before) <= before
+            assert future.result(timeout=60).status == "killed"
+            wait_until(lambda before=before: worker_pids() <= before)  # type: ignore[misc]
             assert pool.run("6 * 7").stdout == "42\n"
-    assert wait_for_workers(set()) == set()
+    wait_until(lambda: not worker_pids())
 
 
 def test_an_interpreter_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_sandbox, "GRACE_SECONDS", 0.2)
-    limits = OWN_LIMITS.model_copy(update={"wall_seconds": 1.03125})  # no other process has this in its command line
-    with PythonSandbox(limits, num_workers=1) as pool:
+    limits = OWN_LIMITS.model_copy(update={"wall_seconds": 200.03125})  # no other process has this in its command line
+    with PythonSandbox(limits, num_workers=1) as pool, monkeypatch.context() as patch:
         stopped = worker_pids(limits)  # all: an interpreter whose host alone hangs may still report a timeout
         assert host_of(pool) in stopped
         for process in stopped:
             os.kill(process, signal.SIGSTOP)
+        patch.setattr(python_sandbox, "GRACE_SECONDS", 0.2 - limits.wall_seconds)
         assert pool.run("6 * 7").status == "killed"
+        patch.undo()
         assert pool.run("6 * 7").stdout == "42\n"
 
 
-def test_closing_ends_calls_that_run() -> None:
-    pool = PythonSandbox(OWN_LIMITS, num_workers=2)
-    futures = [pool.submit("import time\ntime.sleep(1000)") for _ in range(3)]
-    time.sleep(0.2)
-    begun = time.monotonic()
-    pool.close()
-    assert time.monotonic() - begun < 2
-    assert [future.cancelled() or future.result().status for future in futures] == ["killed", "killed", True]
-    assert wait_for_workers(set()) == set()
+def test_submit_returns_at_once_calls_overlap_and_closing_ends_them() -> None:
+    with PythonSandbox(OWN_LIMITS, num_workers=2) as pool:
+        idle = worker_pids()
+        futures = [pool.submit(SLEEP) for _ in range(3)]
+        wait_until(lambda: len(worker_pids() - idle) == 2)
+        assert not any(future.done() for future in futures)
+    assert [future.cancelled() or future.result(timeout=60).status for future in futures] == ["killed", "killed", True]
+    wait_until(lambda: not worker_pids())
     pool.close()
 
 
 def test_nothing_outlives_a_killed_trainer() -> None:
     program = (
-        "import sys, time\nfrom srtrl.environments.python_sandbox import *\n"
+        "from srtrl.environments.python_sandbox import *\n"
         f"pool = PythonSandbox({OWN_LIMITS!r}, num_workers=2)\n"
-        "futures = [pool.submit('import time\\ntime.sleep(1000)') for _ in range(2)]\n"
-        "time.sleep(0.3)\nprint('ready', flush=True)\ntime.sleep(100)"
+        f"print([pool.submit({SLEEP!r}) for _ in range(2)][0].result())"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == b"ready\n"
-        assert len(worker_pids() - {trainer.pid}) >= 4
-        trainer.kill()
-    assert wait_for_workers(set()) == set()
+    with subprocess.Popen([sys.executable, "-c", program]) as trainer:
+        try:
+            wait_until(lambda: len(worker_pids() - {trainer.pid}) >= 6)  # of each: its host, the interpreter, the call
+        finally:
+            trainer.kill()
+    wait_until(lambda: not worker_pids())
 
 
 def test_an_interpreter_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

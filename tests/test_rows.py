@@ -39,7 +39,7 @@ def expected_rows(
     return rows, written
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None)
 @given(
     num_trees=st.integers(0, 7),
     max_nodes=st.sampled_from([0, 1, 9, 33, 70]),

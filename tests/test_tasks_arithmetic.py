@@ -1,7 +1,6 @@
 """The procedural arithmetic task: right solutions, disjoint splits, a verifier that nothing upsets."""
 
 import re
-import time
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from srtrl.types import Prompt
 
 def test_solutions_are_right_steps_of_their_expressions() -> None:
     """Doing the steps in the text, one after another, leads to the answer: no step comes before what it needs."""
-    options = ArithmeticOptions(num_train=2000, max_operations=6)
+    options = ArithmeticOptions(num_train=1000, max_operations=6)
     for expression in draw_expressions(options, "train"):
         text = expression.text
         assert eval(text) == expression.value
@@ -29,8 +28,12 @@ def test_solutions_are_right_steps_of_their_expressions() -> None:
         assert text == str(expression.value)
 
 
-def test_problems_are_seeded_and_splits_disjoint_whatever_the_seed() -> None:
-    options = [ArithmeticOptions(seed=seed, num_train=4000) for seed in range(3)]
+def test_problems_have_bounds_are_seeded_and_splits_disjoint_whatever_the_seed() -> None:
+    bounds = {"min_operations": 1, "max_operations": 2, "max_operand": 5, "max_value": 9}
+    for expression in draw_expressions(ArithmeticOptions(**bounds, num_train=40, num_eval=5), "train"):
+        assert all(1 <= int(operand) <= 5 for operand in re.findall(r"\d+", expression.text))
+        assert expression.value <= 9
+    options = [ArithmeticOptions(seed=seed, num_train=2000) for seed in range(3)]
     train = {expression.text for option in options for expression in draw_expressions(option, "train")}
     held_out = {expression.text for option in options for expression in draw_expressions(option, "eval")}
     assert not train & held_out
@@ -42,15 +45,6 @@ def test_problems_are_seeded_and_splits_disjoint_whatever_the_seed() -> None:
     )
     assert few == many[:200] != other
     assert len(set(many)) == 400
-
-
-def test_difficulty_bounds_the_expressions() -> None:
-    options = ArithmeticOptions(
-        min_operations=1, max_operations=2, max_operand=5, max_value=9, num_train=40, num_eval=5
-    )
-    for expression in draw_expressions(options, "train"):
-        assert all(1 <= int(operand) <= 5 for operand in re.findall(r"\d+", expression.text))
-        assert expression.value <= 9
 
 
 def test_task_has_tokenised_prompts_and_right_solutions() -> None:
@@ -79,26 +73,26 @@ def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:
     assert list(plain.token_ids) == byte_tokenizer("$A")("ab")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "correct"),
-    [
-        ("1+1=2\nAnswer: 2", "2", True),
-        ("Answer:2", "2", True),
-        ("Answer: 1\nAnswer: 2", "2", True),
-        ("Answer: 02", "2", True),
-        ("Answer: -0", "0", True),
-        ("Answer: -5", "5", False),
-        ("Answer: 2 or 3", "2", False),
-        ("Answer: 2.0", "2", False),
-        ("Answer: ٢", "2", False),
-        ("Answer: 2\nso it is", "2", True),
-        ("1+1=2", "2", False),
-        ("", "2", False),
-        ("Answer: --2", "-2", False),
-    ],
-)
-def test_verifier(text: str, answer: str, correct: bool) -> None:
-    assert is_correct(text, answer) is correct
+VERDICTS = [
+    ("1+1=2\nAnswer: 2", "2", True),
+    ("Answer:2", "2", True),
+    ("Answer: 1\nAnswer: 2", "2", True),
+    ("Answer: 02", "2", True),
+    ("Answer: -0", "0", True),
+    ("Answer: -5", "5", False),
+    ("Answer: 2 or 3", "2", False),
+    ("Answer: 2.0", "2", False),
+    ("Answer: ٢", "2", False),
+    ("Answer: 2\nso it is", "2", True),
+    ("1+1=2", "2", False),
+    ("", "2", False),
+    ("Answer: --2", "-2", False),
+]
+
+
+def test_verifier() -> None:
+    for text, answer, correct in VERDICTS:
+        assert is_correct(text, answer) is correct, text
 
 
 @given(st.text(), st.integers())
@@ -108,10 +102,10 @@ def test_verifier_takes_any_text(text: str, value: int) -> None:
     assert is_correct(text, str(value)) in (True, False)
 
 
-@pytest.mark.parametrize("unit", ["Answer: ", "Answer: 1\n", "9", " ", "-", "Answer: " + "0" * 1000, "\ud800"])
-def test_verifier_is_linear_in_the_text(unit: str) -> None:
-    text = unit * (2_000_000 // len(unit))
-    start = time.process_time()
-    for suffix in ("", "\nAnswer: ", "\nAnswer: " + "7" * 1_000_000, " x"):
-        is_correct(text + suffix, "7")
-    assert time.process_time() - start < 1
+@pytest.mark.timeout(30)
+def test_verifier_is_linear_in_the_text() -> None:
+    """In quadratic time this would take minutes."""
+    for unit in ("Answer: ", "Answer: 1\n", "9", " ", "-", "Answer: " + "0" * 1000, "\ud800"):
+        text = unit * (2_000_000 // len(unit))
+        for suffix in ("", "\nAnswer: ", "\nAnswer: " + "7" * 1_000_000, " x"):
+            is_correct(text + suffix, "7")

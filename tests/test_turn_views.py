@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,6 @@ import pytest
 from bench_cases import Repeater, write_rows
 from environment_cases import HOSTILE
 from rollout_cases import make_group
-from tiny_run import make_policy, make_recipe, train
 from typer.testing import CliRunner
 
 from srtrl import generate
@@ -28,12 +28,10 @@ from srtrl.types import Conversation, SegmentKind
 TOOL_OUTPUT = "<script>alert(1)</script>"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("turns")
+@pytest.fixture(scope="session")
+def run(finished: Callable[..., Path]) -> Path:
     changes = {"rollout__environment": HOSTILE, "rollout__max_new_tokens": 80, "train__micro_batch_tokens": 400}
-    recipe = make_recipe(make_policy(folder / "policy"), folder / "runs", train__num_steps=2, **changes)
-    return train(recipe).folder
+    return finished(train__num_steps=2, **changes)
 
 
 def srtrl(*arguments: object, exit_code: int = 0) -> str:

@@ -1,6 +1,6 @@
 """Samples of several turns: how they are decoded, and how long a tool takes, changes no token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from srtrl.types import Completion, Request
 MAX_TURNS = 4
 
 
-def turn_requests(num_samples: int = 3, max_new_tokens: int = 60) -> list[Request]:
+def turn_requests(num_samples: int = 2, max_new_tokens: int = 60) -> list[Request]:
     """Turns end at token 0 and at some texts, one of which an observation may hold as well."""
     return [
         replace(one, has_turns=True, sampling=replace(one.sampling, end_token_ids=(0, 5), stop_strings=("B", "CD")))
@@ -93,60 +93,25 @@ def turn_options(**changes: object) -> EngineOptions:
     return options(**({"max_sequence_tokens": 96} | changes))
 
 
-def test_the_reference_has_turns_of_all_kinds(cases: list[tuple[Transformer, Completions]]) -> None:
-    for _, truth in cases:
-        numbers = [len(completion.extensions) for completion in truth.values()]
-        assert max(numbers) == MAX_TURNS - 1
-        assert min(numbers) < MAX_TURNS - 1
+def test_the_reference_has_turns_of_all_kinds_and_log_probs_of_one_forward_pass(
+    cases: list[tuple[Transformer, Completions]],
+) -> None:
+    for policy, truth in cases:
+        numbers = {len(completion.extensions) for completion in truth.values()}
+        assert {MAX_TURNS - 1} < numbers
         assert {completion.finish_reason for completion in truth.values()} == {"stop", "length"}
         for completion in truth.values():
+            prompt = completion.request.prompt_token_ids
+            token_ids = torch.tensor([*prompt, *completion.token_ids])
+            rows = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))[len(prompt) - 1 : -1]
+            logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=1.0)
             for start, stop in completion.extensions:
-                assert not any(completion.rollout_logprobs[start:stop])
                 text = Letters().decode(completion.token_ids[:start])
                 assert completion.token_ids[start - 1] in (0, 5) or text.endswith(("B", "CD"))
-
-
-def test_log_probs_of_all_turns_are_those_of_one_forward_pass(cases: list[tuple[Transformer, Completions]]) -> None:
-    policy, truth = cases[0]
-    for completion in truth.values():
-        prompt = completion.request.prompt_token_ids
-        token_ids = torch.tensor([*prompt, *completion.token_ids])
-        hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
-        rows = hidden[len(prompt) - 1 : -1]
-        logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=1.0)
-        for start, stop in completion.extensions:
-            logprobs[start:stop] = 0
-        assert torch.allclose(logprobs.detach(), torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
-
-
-@settings(deadline=None, max_examples=12)
-@given(data=st.data())
-def test_turns_do_not_depend_on_how_they_are_decoded(
-    cases: list[tuple[Transformer, Completions]], data: st.DataObject
-) -> None:
-    policy, truth = data.draw(st.sampled_from(cases), "dtype")
-    page_size = data.draw(st.sampled_from([1, 4, 16]), "page size")
-    drafter: DrafterBase | None = data.draw(
-        st.sampled_from([None, SrtDrafter(), SuffixDrafter(), TurnDrafter(truth, accuracy=0.7)]), "drafter"
-    )
-    engine = Engine(
-        policy,
-        turn_options(
-            slots=data.draw(st.sampled_from([1, 7, 64]), "slots"),
-            page_size=page_size,
-            num_pages=-(-90 // page_size) + data.draw(st.integers(0, 200), "spare pages") // page_size,
-            prefill_chunk_tokens=data.draw(st.integers(1, 40), "chunk"),
-        ),
-        tokenizer=Letters(),
-        drafter=drafter,
-    )
-    requests = data.draw(st.permutations(turn_requests()), "order")[:8]
-    for _ in range(2):  # the second time drafters know all, and nothing of the first time is left in the engine
-        delays = data.draw(st.sampled_from([None, np.random.default_rng(1), np.random.default_rng(2)]), "delays")
-        found = converse(engine, data.draw(st.permutations(requests), "order"), delays)
-        assert outputs(found) == outputs({key: truth[key] for key in found})
-        assert all(one.extensions == truth[key].extensions for key, one in found.items())
-        engine.end_step(has_new_weights=True)
+                assert not any(completion.rollout_logprobs[start:stop])
+                logprobs[start:stop] = 0
+            if policy is cases[0][0]:
+                assert torch.allclose(logprobs.detach(), torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
 
 
 class TurnDrafter(FakeDrafter):
@@ -159,6 +124,35 @@ class TurnDrafter(FakeDrafter):
             if request.turn:
                 known = self.truth[request.draw_index, request.sample_index]
                 self.committed[slot] = known.token_ids[: known.extensions[request.turn - 1][0]]
+
+
+@pytest.mark.parametrize("drafter_class", [None, SrtDrafter, SuffixDrafter, TurnDrafter])
+@settings(deadline=None, max_examples=settings().max_examples // 12)  # each decodes twice, in all ways at once
+@given(data=st.data())
+def test_turns_do_not_depend_on_how_they_are_decoded(
+    cases: list[tuple[Transformer, Completions]], drafter_class: Callable[..., DrafterBase] | None, data: st.DataObject
+) -> None:
+    """The first example has the first value of each choice."""
+    policy, truth = data.draw(st.sampled_from(cases), "dtype")
+    page_size = data.draw(st.sampled_from([4, 1, 16]), "page size")
+    spare_pages = data.draw(st.integers(0, 200), "spare pages") // page_size
+    changes = {
+        "slots": data.draw(st.sampled_from([7, 2, 64]), "slots"),
+        "page_size": page_size,
+        "num_pages": -(-90 // page_size) + spare_pages,
+        "prefill_chunk_tokens": data.draw(st.sampled_from([7, 1, 40]), "chunk"),
+    }
+    known = {"truth": truth, "accuracy": 0.7} if drafter_class is TurnDrafter else {}
+    drafter = drafter_class(**known) if drafter_class else None
+    engine = Engine(policy, turn_options(**changes), tokenizer=Letters(), drafter=drafter)
+    requests = data.draw(st.permutations(turn_requests()), "order")[:5]
+    for delays in (np.random.default_rng(data.draw(st.integers(0, 99), "delays")), None):
+        # the second time drafters know all, and nothing of the first time is left in the engine
+        found = converse(engine, requests, delays)
+        assert outputs(found) == outputs({key: truth[key] for key in found})
+        assert all(one.extensions == truth[key].extensions for key, one in found.items())
+        engine.end_step(has_new_weights=True)
+        requests = requests[::-1]
 
 
 class NoiseDrafter(SrtDrafter):
