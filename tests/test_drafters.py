@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
@@ -50,7 +50,6 @@ Samples = st.lists(
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@settings(max_examples=40, deadline=None)
 @given(rounds=st.lists(Samples, min_size=1, max_size=4), max_nodes=st.lists(st.integers(0, 12), min_size=5, max_size=5))
 def test_random_texts_give_proper_trees_and_leave_nothing_behind(
     name: str, rounds: list[list[tuple[int, int, bool, bool, list[list[int]]]]], max_nodes: list[int]
@@ -161,7 +160,6 @@ def test_incorrect_trees_are_refused(changes: dict[str, Any]) -> None:
 # --- ngram ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.integers(0, 39))
 def test_ngram_is_the_search_by_hand(text: list[int], min_ngram: int, more: int, num_prompt_tokens: int) -> None:
     """It drafts what followed the latest earlier occurrence of the longest ending."""
@@ -349,7 +347,6 @@ def test_a_given_up_sample_leaves_its_run_ahead_to_its_next_start() -> None:
 # --- suffix -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     responses=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), max_size=4),
     texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=3),

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from bench_cases import REPEATER, Repeater, run, tree_of, write_rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from srtrl.bench.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
@@ -89,7 +89,6 @@ def draft_trees(draw: st.DrawFn) -> DraftTree:
     return tree_of([token for _, token in nodes], [parent for parent, _ in nodes], scores)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(draft_trees(), st.lists(st.integers(0, 2), max_size=6)), max_size=5))
 def test_the_walk_is_that_of_the_book(cases: list[tuple[DraftTree, list[int]]]) -> None:
     trees = DraftTrees.of(tree for tree, _ in cases)
@@ -116,7 +115,6 @@ def test_history_comes_first_and_the_others_decode_in_lockstep() -> None:
     assert num_history_samples_of(100, 0.29) == 29
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_without_a_drafter_a_step_gives_one_token(lengths: list[list[int]]) -> None:
     prompts = {chr(97 + i): [[0] * length for length in group] for i, group in enumerate(lengths)}

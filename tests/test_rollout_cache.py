@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from srtrl.drafters.rollout_cache import KEPT_SHARE, PROMPT_BYTES, ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache
@@ -42,7 +42,6 @@ def test_then_the_prompt_is_dropped_that_was_added_to_least_recently() -> None:
 Additions = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=30)), max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
 @given(Additions, st.integers(0, 6000))
 @example([(0, [0]), (0, [0, 0])], 648)
 def test_the_accounts_agree_with_the_contents(additions: list[tuple[int, list[int]]], max_bytes: int) -> None:

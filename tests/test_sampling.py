@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -39,7 +39,6 @@ def noise_of_tokens(rng_keys: np.ndarray, positions: np.ndarray, tokens: np.ndar
     return found
 
 
-@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_drafter_computes_the_noise_of_one_token_as_the_definition_does(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -49,7 +48,6 @@ def test_a_drafter_computes_the_noise_of_one_token_as_the_definition_does(seed: 
     assert noise_of_tokens(rng_keys, positions, tokens).tolist() == expected.tolist()
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     vocab_size=st.integers(1, 700),
     spread=st.sampled_from([0.0, 0.1, 1.0, 5.0, 60.0, 300.0]),

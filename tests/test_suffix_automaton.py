@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie, Row, continuations, plain_row
 
@@ -73,7 +73,6 @@ def assert_equal_trees(tree: DraftTree, expected: DraftTree) -> None:
     assert tree.scores.tolist() == expected.scores.tolist()
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     steps=STEPS,
     max_nodes=st.sampled_from([0, 1, 3, 8, 40]),
@@ -112,7 +111,6 @@ def test_counts_matches_and_drafts_are_those_of_the_twin(
     assert trie.num_states <= 2 * (trie.num_tokens + 4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     steps=STEPS,
     max_nodes=st.sampled_from([1, 8, 40]),

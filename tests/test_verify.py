@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from engine_cases import Letters, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runner_cases import kv_index, random_trees
 
@@ -134,7 +134,6 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
     return [(len(found[2]), found[3]) for found in expected if found is not None]
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     seed=st.integers(0, 10**6),
     num_samples=st.integers(0, 9),
