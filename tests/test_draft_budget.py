@@ -14,7 +14,6 @@ from runner_cases import random_tree
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.draft_budget import (
     CHECK_EVERY,
-    FLOOR_SHARE,
     MAX_ROWS,
     DraftControl,
     DraftGate,
@@ -53,31 +52,23 @@ def chains(scores: FloatArray) -> DraftTrees:
 # StepCost
 
 
-@pytest.mark.parametrize(
-    ("per_row", "num_slots", "most_probed"),
-    [(1e-6, 64, 2048), (1e-4, 20, 64)],
-    ids=["all sizes", "up to where steps are proportional to their rows"],
-)
-def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps(
-    per_row: float, num_slots: int, most_probed: int
-) -> None:
-    timed: list[int] = []
+def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps() -> None:
+    # All sizes, and up to where steps are proportional to their rows.
+    for fixed, per_row, num_slots, most_probed in ((1e-3, 1e-6, 64, 2048), (0.0, 1e-4, 20, 64)):
+        timed: list[int] = []
 
-    def seconds(rows: int) -> float:
-        return 1e-3 * (num_slots == 64) + per_row * rows
+        def time_step(rows: int, timed: list[int] = timed, fixed: float = fixed, per_row: float = per_row) -> float:
+            timed.append(rows)
+            return (1.5 if len(timed) % 2 else 1.0) * (fixed + per_row * padded(rows))
 
-    def time_step(rows: int) -> float:
-        timed.append(rows)
-        return (1.5 if len(timed) % 2 else 1.0) * seconds(padded(rows))
-
-    cost = StepCost(EDGES)
-    cost.record(8, 1.0)
-    assert not cost.is_known, "until it is probed"
-    cost.probe(time_step, num_slots=num_slots)
-    assert timed == [rows for power in range(most_probed.bit_length()) for rows in [1 << power] * 2]
-    for rows in (8, 16, 64, 104, 1000, MAX_ROWS):
-        assert cost.seconds(rows) == pytest.approx(seconds(rows), rel=0.01)
-    assert cost.seconds(2 * MAX_ROWS) == pytest.approx(2 * cost.seconds(MAX_ROWS))
+        cost = StepCost(EDGES)
+        cost.record(8, 1.0)
+        assert not cost.is_known, "until it is probed"
+        cost.probe(time_step, num_slots=num_slots)
+        assert timed == [rows for power in range(most_probed.bit_length()) for rows in [1 << power] * 2]
+        for rows in (8, 16, 64, 104, 1000, MAX_ROWS):
+            assert cost.seconds(rows) == pytest.approx(fixed + per_row * rows, rel=0.01)
+        assert cost.seconds(2 * MAX_ROWS) == pytest.approx(2 * cost.seconds(MAX_ROWS))
 
 
 def test_stated_points_are_kept_whatever_steps_take() -> None:
@@ -89,28 +80,17 @@ def test_stated_points_are_kept_whatever_steps_take() -> None:
     assert StepCost(points=[(1, 3.0)]).seconds(10) == 30
 
 
-@pytest.mark.parametrize(
-    ("factor", "from_rows", "recorded", "tolerances"),
-    [
-        # Host work comes on top of what was probed; sizes that are not used follow.
-        (1.5, 0, (6, 13, 60), {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}),
-        (1.3, 25, (8, 16, 24, 32, 48, 64), {8: 0.06, 24: 0.06, 32: 0.06, 64: 0.06}),
-    ],
-)
-def test_what_real_steps_take_is_learned_and_disturbed_steps_change_little(
-    factor: float, from_rows: int, recorded: tuple[int, ...], tolerances: dict[int, float]
-) -> None:
-    def true(rows: int, factor: float = factor) -> float:
-        return (factor if rows >= from_rows else 1) * (1e-3 + 1e-5 * padded(rows))
-
-    cost = probed(lambda rows: true(rows, 1.0))
+def test_what_real_steps_take_is_learned_and_disturbed_steps_change_little() -> None:
+    """Host work comes on top of what was probed; sizes that are not used follow."""
+    cost = probed(lambda rows: 1e-3 + 1e-5 * padded(rows))
     random = np.random.default_rng(0)
     for step in range(600):
-        for rows in recorded:
-            disturbed = 1000 if step % 160 == 80 and rows in {13, 16} else 1
-            cost.record(rows, disturbed * true(rows) * (1 + 0.05 * random.standard_normal()))
-    for rows, tolerance in tolerances.items():
-        assert cost.seconds(rows) == pytest.approx(true(rows), rel=tolerance)
+        for rows in (6, 13, 60):
+            disturbed = 1000 if step % 160 == 80 and rows == 13 else 1
+            noise = 1 + 0.05 * random.standard_normal()
+            cost.record(rows, disturbed * noise * 1.5 * (1e-3 + 1e-5 * padded(rows)))
+    for rows, tolerance in {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}.items():
+        assert cost.seconds(rows) == pytest.approx(1.5 * (1e-3 + 1e-5 * rows), rel=tolerance)
 
 
 @given(st.lists(st.tuples(st.integers(1, MAX_ROWS + 500), st.floats(1e-6, 1e3)), min_size=1, max_size=60))
@@ -301,16 +281,3 @@ def test_run_aheads_have_the_rows_that_are_nearly_free() -> None:
         assert control.run_ahead_rows(4) == rows
         assert control.run_ahead_rows(0) == 0, "no step yet"
         assert control.run_ahead_rows(4, alone=True) == (0 if slowdown is None else MAX_ROWS)
-
-
-def test_the_floor_follows_the_choice() -> None:
-    control = control_of(StepCost(points=((1, 1.0), (MAX_ROWS, 1.0))))
-    control.add_request(has_history=True)
-    trees = chains(np.tile([0.6, 0.3], (32, 1)))
-    learned = control._of_class(32)
-    learned.score_floor = 0.25
-    assert control.choose(trees, 32, 0).tolist() == [2] * 32, "more rows cost nothing"
-    assert learned.score_floor == 0.125
-    control.cost = StepCost(points=((32, 1.0), (64, 1.0), (65, 9.0), (MAX_ROWS, 9.0)))
-    assert control.choose(trees, 32, 0).tolist() == [1] * 32
-    assert learned.score_floor == pytest.approx(FLOOR_SHARE * 0.6)

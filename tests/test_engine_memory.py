@@ -20,16 +20,12 @@ def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_tak
         assert kv_bytes("auto", 80 * GIB, reserved_bytes=reserved * GIB) == expected * GIB
 
 
-def pages(num_bytes: int, slots: int = 4) -> int:
-    return choose_num_pages(num_bytes, page_bytes=PAGE, page_size=16, slots=slots, max_sequence_tokens=100)
-
-
 def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
-    assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
-    assert pages(20 * PAGE + 1) == 20
-    assert pages(7 * PAGE) == 7
+    sizes = {"page_bytes": PAGE, "page_size": 16, "slots": 4, "max_sequence_tokens": 100}
+    for num_bytes, expected in ((GIB, 4 * 8), (20 * PAGE + 1, 20), (7 * PAGE, 7)):  # 7 pages a sequence and one more
+        assert choose_num_pages(num_bytes, **sizes) == expected
     with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7, 0.109 GiB: allow it"):
-        pages(7 * PAGE - 1)
+        choose_num_pages(7 * PAGE - 1, **sizes)
 
 
 def test_a_full_device_says_what_would_lower_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
