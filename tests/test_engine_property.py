@@ -27,7 +27,7 @@ def varied_requests(seed: int = 0) -> list[Request]:
     )
     return [
         replace(request, sampling=replace(request.sampling, **changes[number % len(changes)]))
-        for number, request in enumerate(requests_for(PROMPTS[:4], max_new_tokens=14, seed=seed))
+        for number, request in enumerate(requests_for(PROMPTS[:4], max_new_tokens=12, seed=seed))
     ]
 
 

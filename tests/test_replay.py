@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,9 +57,6 @@ def test_a_sample_by_hand() -> None:
     assert counts.to_row()["acceptance_by_depth"] == [2 / 3, 1 / 3]
     counts = replay(recording_of({"a": [[3, 3, 3]]}))  # no bonus token after the end
     assert (counts.num_tokens, counts.num_sequence_steps, counts.accepted) == (2, 1, {2: 1})
-
-
-def test_a_budget_cuts_the_draft() -> None:
     recording = recording_of({"a": [[5, 5, 5, 5, 5, 5, 5, 7]]})
     # With two drafted: 3 tokens, 3 tokens, 1 token. With one drafted: 2, 2, 2, 1.
     assert averages(replay(recording)) == (7 / 3, 3)
@@ -176,15 +174,12 @@ def test_texts_are_tokenised_ended_and_cut(tokenizer_folder: Path, tmp_path: Pat
 
 
 def test_a_gzipped_tokenizer_is_unpacked(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "packed"
-    shutil.copytree(tokenizer_folder, folder)
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "packed")
     with gzip.open(folder / "tokenizer.json.gz", "wb") as file:
         file.write((folder / "tokenizer.json").read_bytes())
     (folder / "tokenizer.json").unlink()
-    text = "a text, 12 + 3"
-    assert load_recorded_tokenizer(str(folder)).encode(text) == load_recorded_tokenizer(str(tokenizer_folder)).encode(
-        text
-    )
+    packed, plain = (load_recorded_tokenizer(str(one)).encode("a text, 12 + 3") for one in (folder, tokenizer_folder))
+    assert packed == plain
     assert not (folder / "tokenizer.json").exists()
 
 
@@ -213,28 +208,21 @@ def test_a_run_is_read_step_by_step(tmp_path: Path) -> None:
     assert [len(step[0].samples) for step in recording.steps] == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("row", "error"),
-    [
-        ('{"prompt": ', "rows.jsonl:2: not JSON: "),
-        ({"prompt": "x", "samples": []}, "rows.jsonl:2: samples: should have at least 1 item"),
-        ({"prompt": "", "samples": [{"token_ids": [1]}]}, "rows.jsonl:2: prompt: should have at least 1 character"),
+def test_rows_and_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    rows: list[tuple[object, str]] = [
+        ('{"prompt": ', "not JSON: "),
+        ({"prompt": "x", "samples": []}, "samples: should have at least 1 item"),
+        ({"prompt": "", "samples": [{"token_ids": [1]}]}, "prompt: should have at least 1 character"),
         ({"prompt_token_ids": [1], "token_ids": [True]}, "token_ids.0: should be a valid integer"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "token_ids.0: should be less than or equal"),
-        ({"prompt_token_ids": [1], "samples": [{}]}, "rows.jsonl:2: samples.0: expected a text (`prompt`, `text`) or"),
-        ({"prompt": "x", "samples": [{"text": "y"}]}, "rows.jsonl:2: prompt is a text; give --tokenizer DIR"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_named(tmp_path: Path, row: object, error: str) -> None:
+        ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "samples.0.token_ids.0: should be less than"),
+        ({"prompt_token_ids": [1], "samples": [{}]}, "samples.0: expected a text (`prompt`, `text`) or"),
+        ({"prompt": "x", "samples": [{"text": "y"}]}, "prompt is a text; give --tokenizer DIR"),
+    ]
     good = {"prompt_token_ids": [1], "samples": [{"token_ids": [1, 2]}]}
-    path = write_rows(tmp_path / "rows.jsonl", good, row)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: ") as raised:
-        read_recorded(path, tokenizer=None, max_tokens=10)
-    assert str(raised.value).startswith(f"{path}:2: ")
-    assert error in str(raised.value)
-
-
-def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    for row, error in rows:
+        path = write_rows(tmp_path / "rows.jsonl", good, row)
+        with pytest.raises(ValueError, match="^" + re.escape(f"{path}:2: {error}")):
+            read_recorded(path, tokenizer=None, max_tokens=10)
     (tmp_path / "folder").mkdir()
     pyarrow.parquet.write_table(pyarrow.table({"prompt_id": ["a"], "draw_index": [0]}), tmp_path / "other.parquet")
     for path, error in (
