@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench_cases import tree_of
+from drafter_cases import random_draft
 from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,19 +153,8 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
 
 @given(seed=st.integers(0, 10**6))
 def test_merged_trees_have_the_paths_of_both(seed: int) -> None:
-    random, trees = np.random.default_rng(seed), []
-    for _ in range(5):
-        nodes: list[tuple[float, int, int]] = []  # score, parent, token
-        for _ in range(random.integers(0, 9)):
-            parent, token = int(random.integers(ROOT, len(nodes))), int(random.integers(0, 4))
-            if (parent, token) not in [node[1:] for node in nodes]:
-                above = nodes[parent][0] if parent != ROOT else 1.0
-                nodes.append((above * random.choice([0.5, 0.9, 1.0]), parent, token))
-        order = sorted(range(len(nodes)), key=lambda node: -nodes[node][0])
-        scores, parents, tokens_of = zip(*(nodes[node] for node in order), strict=True) if nodes else ((), (), ())
-        places = [ROOT if parent == ROOT else order.index(parent) for parent in parents]
-        trees.append(tree_of(tokens_of, places, scores))
-    num_trees = len(trees)
+    random, num_trees = np.random.default_rng(seed), 5
+    trees = [random_draft(random, 8) for _ in range(num_trees)]
     owners = np.flatnonzero(random.random(num_trees) < 0.7)
     tokens = random.permuted(np.tile(np.arange(4, dtype=np.int32), (len(owners), 3, 1)), axis=-1)[..., :2].copy()
     tokens[random.random(len(owners)) < 0.2, 1:] = REFUSED

@@ -1,6 +1,7 @@
 """The decoder: exactness for any slots, pages, order, drafts and threads; arrivals, ends, errors and metrics."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: 
         with pytest.raises(ValueError, match="prompt '3', sample 1: .*" + message):
             list(engine.generate([*requests_for(), bad]))
         with pytest.raises(ValueError, match="prompt '3', sample 1: .*" + message):
-            decode(engine, requests_for(), before_step=lambda bad=bad: engine.add(bad))
+            decode(engine, requests_for(), before_step=partial(engine.add, bad))
     assert outputs(decode(engine, requests_for())) == expected
     with pytest.raises(ValueError, match=r"kv_memory_gib: .* GiB hold 0 pages"):
         Engine(policy, options(kv_memory_gib=1e-6))

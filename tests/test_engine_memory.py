@@ -1,5 +1,7 @@
 """The number of pages of the KV cache: arithmetic of bytes, and one error where the device has too few."""
 
+from functools import partial
+
 import pytest
 import torch
 from engine_cases import options, tiny_policy
@@ -21,11 +23,12 @@ def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_tak
 
 
 def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
-    sizes = {"page_bytes": PAGE, "page_size": 16, "slots": 4, "max_sequence_tokens": 100}
-    for num_bytes, expected in ((GIB, 4 * 8), (20 * PAGE + 1, 20), (7 * PAGE, 7)):  # 7 pages a sequence and one more
-        assert choose_num_pages(num_bytes, **sizes) == expected
+    pages = partial(choose_num_pages, page_bytes=PAGE, page_size=16, slots=4, max_sequence_tokens=100)
+    assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
+    assert pages(20 * PAGE + 1) == 20
+    assert pages(7 * PAGE) == 7
     with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7, 0.109 GiB: allow it"):
-        choose_num_pages(7 * PAGE - 1, **sizes)
+        pages(7 * PAGE - 1)
 
 
 def test_a_full_device_says_what_would_lower_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,21 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
-from bench_cases import REPEATER, Repeater, run, tree_of, write_rows
+from bench_cases import REPEATER, Repeater, run, write_rows
+from drafter_cases import num_agreeing, random_draft
 from hypothesis import given
 from hypothesis import strategies as st
 
 from srtrl.bench.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings, count_accepted, num_history_samples_of
 from srtrl.drafters.base import DrafterBase, Int64Array, end_to_end
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.run.folder import ROLLOUT_COLUMNS, step_file_name
 from srtrl.warm_start.training import train_tokenizer
@@ -63,36 +63,13 @@ def test_a_sample_by_hand() -> None:
     assert averages(replay(recording, draft_budget=1)) == (7 / 4, 2)
 
 
-def accepted_by_the_book(tree: DraftTree, following: Sequence[int]) -> int:
-    """Go from the root to the child that carries the next token, as long as there is one."""
-    node = ROOT
-    for depth, token in enumerate(following):
-        children = [child for child in range(tree.num_nodes) if tree.parents[child] == node]
-        agreeing = [child for child in children if tree.token_ids[child] == token]
-        if not agreeing:
-            return depth
-        node = agreeing[0]
-    return len(following)
-
-
-@st.composite
-def draft_trees(draw: st.DrawFn) -> DraftTree:
-    """Trees over three tokens, siblings distinct, scores falling."""
-    nodes: list[tuple[int, int]] = []
-    for _ in range(draw(st.integers(0, 12))):
-        node = (draw(st.integers(ROOT, len(nodes) - 1)), draw(st.integers(0, 2)))
-        if node not in nodes:
-            nodes.append(node)
-    scores = sorted((draw(st.sampled_from([0.1, 0.3, 0.5, 0.9])) for _ in nodes), reverse=True)
-    return tree_of([token for _, token in nodes], [parent for parent, _ in nodes], scores)
-
-
-@given(st.lists(st.tuples(draft_trees(), st.lists(st.integers(0, 2), max_size=6)), max_size=5))
-def test_the_walk_is_that_of_the_book(cases: list[tuple[DraftTree, list[int]]]) -> None:
-    trees = DraftTrees.of(tree for tree, _ in cases)
-    following, starts = end_to_end([tokens for _, tokens in cases])
-    found = count_accepted(trees.token_ids, trees.parents, trees.offsets, following, starts)
-    assert found.tolist() == [accepted_by_the_book(tree, following) for tree, following in cases]
+@given(seed=st.integers(0, 2**32))
+def test_the_walk_is_that_of_the_book(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    trees = DraftTrees.of(random_draft(random, 12, vocab_size=3) for _ in range(random.integers(0, 6)))
+    texts = [random.integers(0, 3, random.integers(0, 7)).tolist() for _ in trees]
+    found = count_accepted(trees.token_ids, trees.parents, trees.offsets, *end_to_end(texts))
+    assert found.tolist() == [num_agreeing(tree, text) for tree, text in zip(trees, texts, strict=True)]
 
 
 # --- Who decodes when -------------------------------------------------------------------------------------------------

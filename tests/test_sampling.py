@@ -1,6 +1,7 @@
 """Sampling: the fast kernel against its definition, the right frequencies, and noise that does not repeat itself."""
 
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -168,7 +169,7 @@ def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None
     policy = load_model(shared_data / "models/stories260K", dtype=torch.float32, device="cpu")
     num_samples, length, temperature = 1024, 200, 0.9
     rng_keys = [make_rng_key(3, "generate", draw, 0) for draw in range(num_samples)]
-    sampling = {"max_new_tokens": length, "temperature": temperature}
+    sampling: dict[str, Any] = {"max_new_tokens": length, "temperature": temperature}
     requests = [make_request(draw, prompt=(1,), rng_key=key, **sampling) for draw, key in enumerate(rng_keys)]
     engine = Engine(policy, EngineOptions(slots=256, max_sequence_tokens=length + 1))
     completions = list(engine.generate(requests))

@@ -165,7 +165,7 @@ def test_a_drafter_that_fails_at_an_end_says_so_and_the_next_rollout_is_whole(dr
 
 
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
-    """For every promise: `test_incorrect_trees_are_refused_by_name`."""
+    """For every promise: `test_incorrect_trees_are_refused`."""
 
     class Wild(DrafterBase):
         def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
