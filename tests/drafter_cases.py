@@ -65,6 +65,22 @@ def decode(drafter: DrafterBase, slot: int, tokens: Sequence[int], *, max_nodes:
     return num_accepted
 
 
+def random_draft(random: np.random.Generator, max_nodes: int, vocab_size: int = 4) -> DraftTree:
+    """As drafters make them: siblings carry distinct tokens, and scores fall."""
+    nodes: list[tuple[float, int, int]] = []  # score, parent, token
+    for _ in range(random.integers(0, max_nodes + 1)):
+        parent, token = int(random.integers(ROOT, len(nodes))), int(random.integers(0, vocab_size))
+        if (parent, token) not in [node[1:] for node in nodes]:
+            above = nodes[parent][0] if parent != ROOT else 1.0
+            nodes.append((above * random.choice([0.5, 0.9, 1.0]), parent, token))
+    order = sorted(range(len(nodes)), key=lambda node: -nodes[node][0])
+    return DraftTree(
+        token_ids=np.array([nodes[node][2] for node in order], np.int32),
+        parents=np.array([order.index(p) if p != ROOT else ROOT for p in (nodes[n][1] for n in order)], np.int32),
+        scores=np.array([nodes[node][0] for node in order], np.float32),
+    )
+
+
 def num_agreeing(tree: DraftTree, tokens: Sequence[int]) -> int:
     """How many of the tokens the tree carries, from the root on."""
     children = {

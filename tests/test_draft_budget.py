@@ -1,21 +1,19 @@
-"""Draft control: costs, chosen nodes and the gate against brute force, and whole runs in a world that is known."""
+"""Draft control: costs, the choice of nodes against brute force, and the gate."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runner_cases import random_tree
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.draft_budget import (
     CHECK_EVERY,
-    FLOOR_SHARE,
     MAX_ROWS,
     DraftControl,
     DraftGate,
@@ -23,7 +21,6 @@ from srtrl.engine.draft_budget import (
     choose_nodes,
     cut_trees,
 )
-from srtrl.engine.rows import Int64Array
 from srtrl.types import Purpose
 
 FloatArray = npt.NDArray[np.float64]
@@ -55,30 +52,23 @@ def chains(scores: FloatArray) -> DraftTrees:
 # StepCost
 
 
-@pytest.mark.parametrize(
-    ("seconds", "num_slots", "most_probed"),
-    [(lambda rows: 1e-3 + 1e-6 * rows, 64, 2048), (lambda rows: 1e-4 * rows, 20, 64)],
-    ids=["all sizes", "up to where steps are proportional to their rows"],
-)
-def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps(
-    seconds: Callable[[int], float], num_slots: int, most_probed: int
-) -> None:
-    timed: list[int] = []
+def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps() -> None:
+    # All sizes, and up to where steps are proportional to their rows.
+    for fixed, per_row, num_slots, most_probed in ((1e-3, 1e-6, 64, 2048), (0.0, 1e-4, 20, 64)):
+        timed: list[int] = []
 
-    def time_step(rows: int) -> float:
-        timed.append(rows)
-        disturbed = 1.5 if len(timed) % 2 else 1.0
-        return disturbed * seconds(padded(rows))
+        def time_step(rows: int, timed: list[int] = timed, fixed: float = fixed, per_row: float = per_row) -> float:
+            timed.append(rows)
+            return (1.5 if len(timed) % 2 else 1.0) * (fixed + per_row * padded(rows))
 
-    cost = StepCost(EDGES)
-    cost.record(8, 1.0)
-    assert not cost.is_known, "until it is probed"
-    cost.probe(time_step, num_slots=num_slots)
-    assert cost.is_known
-    assert timed == [rows for power in range(most_probed.bit_length()) for rows in [1 << power] * 2]
-    for rows in (8, 16, 64, 104, 1000, MAX_ROWS):
-        assert cost.seconds(rows) == pytest.approx(seconds(rows), rel=0.01)
-    assert cost.seconds(2 * MAX_ROWS) == pytest.approx(2 * cost.seconds(MAX_ROWS))
+        cost = StepCost(EDGES)
+        cost.record(8, 1.0)
+        assert not cost.is_known, "until it is probed"
+        cost.probe(time_step, num_slots=num_slots)
+        assert timed == [rows for power in range(most_probed.bit_length()) for rows in [1 << power] * 2]
+        for rows in (8, 16, 64, 104, 1000, MAX_ROWS):
+            assert cost.seconds(rows) == pytest.approx(fixed + per_row * rows, rel=0.01)
+        assert cost.seconds(2 * MAX_ROWS) == pytest.approx(2 * cost.seconds(MAX_ROWS))
 
 
 def test_stated_points_are_kept_whatever_steps_take() -> None:
@@ -90,32 +80,19 @@ def test_stated_points_are_kept_whatever_steps_take() -> None:
     assert StepCost(points=[(1, 3.0)]).seconds(10) == 30
 
 
-@pytest.mark.parametrize(
-    ("factor", "from_rows", "recorded", "tolerances"),
-    [
-        # Host work comes on top of what was probed; sizes that are not used follow.
-        (1.5, 0, (6, 13, 60), {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}),
-        (1.3, 25, (8, 16, 24, 32, 48, 64), {8: 0.06, 24: 0.06, 32: 0.06, 64: 0.06}),
-        (1.0, 0, (16,), {16: 0.1, 64: 0.1, 256: 0.1}),
-    ],
-)
-def test_what_real_steps_take_is_learned_and_disturbed_steps_change_little(
-    factor: float, from_rows: int, recorded: tuple[int, ...], tolerances: dict[int, float]
-) -> None:
-    def true(rows: int, factor: float = factor) -> float:
-        return (factor if rows >= from_rows else 1) * (1e-3 + 1e-5 * padded(rows))
-
-    cost = probed(lambda rows: true(rows, 1.0))
+def test_what_real_steps_take_is_learned_and_disturbed_steps_change_little() -> None:
+    """Host work comes on top of what was probed; sizes that are not used follow."""
+    cost = probed(lambda rows: 1e-3 + 1e-5 * padded(rows))
     random = np.random.default_rng(0)
     for step in range(600):
-        for rows in recorded:
-            disturbed = 1000 if step % 160 == 80 and rows == 16 else 1
-            cost.record(rows, disturbed * true(rows) * (1 + 0.05 * random.standard_normal()))
-    for rows, tolerance in tolerances.items():
-        assert cost.seconds(rows) == pytest.approx(true(rows), rel=tolerance)
+        for rows in (6, 13, 60):
+            disturbed = 1000 if step % 160 == 80 and rows == 13 else 1
+            noise = 1 + 0.05 * random.standard_normal()
+            cost.record(rows, disturbed * noise * 1.5 * (1e-3 + 1e-5 * padded(rows)))
+    for rows, tolerance in {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}.items():
+        assert cost.seconds(rows) == pytest.approx(1.5 * (1e-3 + 1e-5 * rows), rel=tolerance)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, MAX_ROWS + 500), st.floats(1e-6, 1e3)), min_size=1, max_size=60))
 def test_cost_never_falls_with_the_rows_and_rows_within_is_its_inverse(records: list[tuple[int, float]]) -> None:
     cost = probed(lambda rows: 1e-3 + 1e-6 * rows)
@@ -155,7 +132,6 @@ def costs(draw: st.DrawFn) -> StepCost:
     return StepCost(points=points)
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     num_trees=st.integers(1, 3),
@@ -165,12 +141,7 @@ def costs(draw: st.DrawFn) -> StepCost:
     draft_seconds=st.sampled_from([0.0, 0.3]),
 )
 def test_the_choice_is_the_best_of_all_numbers_of_nodes(
-    seed: int,
-    num_trees: int,
-    levels: int,
-    cost: StepCost,
-    num_other_rows: int,
-    draft_seconds: float,
+    seed: int, num_trees: int, levels: int, cost: StepCost, num_other_rows: int, draft_seconds: float
 ) -> None:
     trees = scored_trees(np.random.default_rng(seed), num_trees, 6, levels)
     found, lowest = choose_nodes(trees, cost.table, num_other_rows=num_other_rows, draft_seconds=draft_seconds)
@@ -185,12 +156,11 @@ def test_the_choice_is_the_best_of_all_numbers_of_nodes(
     assert lowest == min([1.0, *(tree.scores[:n].min() for tree, n in zip(trees, sizes, strict=True) if n)])
 
 
-@pytest.mark.parametrize(("num_other_rows", "expected"), [(MAX_ROWS - 5, 3), (MAX_ROWS, 0)])
-def test_a_step_has_no_more_rows_than_its_cost_is_known_for(num_other_rows: int, expected: int) -> None:
-    table = StepCost(points=[(1, 1.0), (MAX_ROWS, 1.0)]).table
-    trees = chains(np.full((2, 8), 0.9))
-    sizes, _ = choose_nodes(trees, table, num_other_rows=num_other_rows, draft_seconds=0.0)
-    assert sizes.sum() == expected
+def test_a_step_has_no_more_rows_than_its_cost_is_known_for() -> None:
+    table, trees = StepCost(points=[(1, 1.0), (MAX_ROWS, 1.0)]).table, chains(np.full((2, 8), 0.9))
+    for num_other_rows, expected in ((MAX_ROWS - 5, 3), (MAX_ROWS, 0)):
+        sizes, _ = choose_nodes(trees, table, num_other_rows=num_other_rows, draft_seconds=0.0)
+        assert sizes.sum() == expected
 
 
 @given(seed=st.integers(0, 2**32), num_trees=st.integers(0, 6), more=st.integers(0, 3))
@@ -207,19 +177,6 @@ def test_cut_trees_are_the_first_nodes_of_each(seed: int, num_trees: int, more: 
 
 # DraftGate
 
-
-def drive(num_steps: int, gain: Callable[[int], float]) -> list[bool]:
-    """Which steps are drafted for, where drafts give `gain` times the tokens per second."""
-    gate = DraftGate()
-    drafted: list[bool] = []
-    for step in range(num_steps):
-        wants = gate.wants_drafts
-        assert gate.wants_drafts == wants, "the question changes nothing"
-        drafted.append(wants)
-        gate.record(drafted=wants, num_tokens=100, seconds=1 / gain(step) if wants else 1.0)
-    return drafted
-
-
 PAUSES = (2, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024)
 
 
@@ -229,44 +186,32 @@ PAUSES = (2, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024)
         (1.04, [length for pause in PAUSES for length in (pause, 4)]),
         (1.1, [2, 4 + CHECK_EVERY - 1, *[1, CHECK_EVERY - 1] * 20]),
     ],
-    ids=["drafts never pay", "drafts pay"],
+    ids=["drafts never pay: pauses between trials double", "drafts pay: one step in 64 goes without"],
 )
-def test_pauses_between_trials_double_and_while_drafts_pay_one_step_in_64_goes_without(
-    gain: float, stretches: list[int]
-) -> None:
+def test_steps_are_drafted_for_where_that_pays_and_a_change_is_noticed(gain: float, stretches: list[int]) -> None:
+    def drive(num_steps: int, gain: Callable[[int], float]) -> list[bool]:
+        """Which steps are drafted for, where drafts give `gain` times the tokens per second."""
+        gate, drafted = DraftGate(), []
+        for step in range(num_steps):
+            drafted.append(wants := gate.wants_drafts)
+            assert gate.wants_drafts == wants, "the question changes nothing"
+            gate.record(drafted=wants, num_tokens=100, seconds=1 / gain(step) if wants else 1.0)
+        return drafted
+
     found = [len(list(steps)) for _, steps in groupby(drive(5000, lambda step: gain))]
     assert found[: len(stretches)] == stretches
-
-
-def test_a_gain_that_comes_or_goes_is_noticed() -> None:
-    drafted = drive(3000, lambda step: 2.0 if 500 <= step < 1500 else 0.5)
-    assert np.mean(drafted[:500]) < 0.1
-    assert np.mean(drafted[1100:1500]) > 0.95
-    assert np.mean(drafted[1520:]) < 0.1
+    drafted = drive(3000, lambda step: 2 * gain if 500 <= step < 1500 else gain / 2)
+    before, during, after = (np.mean(drafted[start:stop]) for start, stop in ((0, 500), (1100, 1500), (1520, 3000)))
+    assert before < 0.1 > after
+    assert during > 0.95
     assert any(drafted[1520:1600]), "pauses begin short again once drafts have paid"
 
 
 # DraftControl
 
 
-def control_of(cost: StepCost, **changes: Any) -> DraftControl:
-    values: dict[str, Any] = {"fixed": None, "max_slowdown": 0.03}
-    return DraftControl(cost, **(values | changes))
-
-
-def record(
-    control: DraftControl, trees: DraftTrees, num_accepted: Int64Array, *, drafted: bool = True, seconds: float = 1.0
-) -> None:
-    """A step of these trees, one for each sequence."""
-    control.record(
-        trees=trees,
-        num_accepted=num_accepted,
-        num_sequences=len(trees),
-        num_rows=len(trees) + trees.num_nodes,
-        drafted=drafted,
-        draft_seconds=0.0,
-        seconds=seconds,
-    )
+def control_of(cost: StepCost, fixed: int | None = None, max_slowdown: float | None = 0.03) -> DraftControl:
+    return DraftControl(cost, fixed=fixed, max_slowdown=max_slowdown)
 
 
 def fail(control: DraftControl, purpose: Purpose, num_known: int, num_sequences: int, num_steps: int) -> list[bool]:
@@ -279,30 +224,33 @@ def fail(control: DraftControl, purpose: Purpose, num_known: int, num_sequences:
         wants = control.max_nodes(num_sequences, 8) > 0
         drafted.append(wants)
         trees = chains(np.full((num_sequences, 2), 0.9)) if wants else DraftTrees.empty(num_sequences)
-        accepted = np.zeros(num_sequences, np.int64)
-        record(control, trees, accepted, drafted=wants, seconds=3.0 if wants else 1.0)
+        control.record(
+            trees=trees,
+            num_accepted=np.zeros(num_sequences, np.int64),
+            num_sequences=num_sequences,
+            num_rows=num_sequences + trees.num_nodes,
+            drafted=wants,
+            draft_seconds=0.0,
+            seconds=3.0 if wants else 1.0,
+        )
     return drafted
 
 
-@pytest.mark.parametrize(
-    ("purpose", "num_known", "num_sequences", "is_new"),
-    [
+def test_what_is_learned_is_kept_apart_by_purpose_history_and_size() -> None:
+    cases: list[tuple[Purpose, int, int, bool]] = [
         ("train", 0, 32, False),
         ("train", 0, 40, False),  # the same power of two
         ("train", 1, 40, False),  # of 20: hardly a history
         ("train", 20, 32, True),
         ("train", 0, 8, True),
         ("eval", 0, 32, True),
-    ],
-)
-def test_what_is_learned_is_kept_apart_by_purpose_history_and_size(
-    purpose: Purpose, num_known: int, num_sequences: int, is_new: bool
-) -> None:
-    control = control_of(probed(lambda rows: 1.0 + rows / 1000))
-    assert any(fail(control, "train", 0, 32, 300))
-    found = fail(control, purpose, num_known, num_sequences, 6)
-    assert found == ([False, False, True, True, True, True] if is_new else [False] * 6)
-    assert not any(fail(control, "train", 0, 32, 6)), "nothing is forgotten"
+    ]
+    for purpose, num_known, num_sequences, is_new in cases:
+        control = control_of(probed(lambda rows: 1.0 + rows / 1000))
+        assert any(fail(control, "train", 0, 32, 300))
+        found = fail(control, purpose, num_known, num_sequences, 6)
+        assert found == ([False, False, True, True, True, True] if is_new else [False] * 6)
+        assert not any(fail(control, "train", 0, 32, 6)), "nothing is forgotten"
 
 
 def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost() -> None:
@@ -318,35 +266,18 @@ def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost() -> 
     assert (unknown.max_nodes(4, 8), unknown.run_ahead_rows(4)) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("points", "slowdown", "rows"),
-    [
-        # A row as dear as a token, and a bucket's padding.
-        (((1, 1.0), (1000, 1000.0)), 0.03, 0),
-        (((8, 1.0), (16, 2.0), (1000, 125.0)), 0.03, 4),
-        (((1, 1.0), (1000, 1000.0)), 16.0, 64),
-        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.03, 7),
-        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.5, 22),
-        (((1, 1.0), (1000, 1000.0)), None, 0),
-    ],
-)
-def test_run_aheads_have_the_rows_that_are_nearly_free(
-    points: tuple[tuple[int, float], ...], slowdown: float | None, rows: int
-) -> None:
-    control = control_of(StepCost(points=points), max_slowdown=slowdown)
-    assert control.run_ahead_rows(4) == rows
-    assert control.run_ahead_rows(0) == 0, "no step yet"
-    assert control.run_ahead_rows(4, alone=True) == (0 if slowdown is None else MAX_ROWS)
-
-
-def test_the_floor_follows_the_choice() -> None:
-    control = control_of(StepCost(points=((1, 1.0), (MAX_ROWS, 1.0))))
-    control.add_request(has_history=True)
-    trees = chains(np.tile([0.6, 0.3], (32, 1)))
-    learned = control._of_class(32)
-    learned.score_floor = 0.25
-    assert control.choose(trees, 32, 0).tolist() == [2] * 32, "more rows cost nothing"
-    assert learned.score_floor == 0.125
-    control.cost = StepCost(points=((32, 1.0), (64, 1.0), (65, 9.0), (MAX_ROWS, 9.0)))
-    assert control.choose(trees, 32, 0).tolist() == [1] * 32
-    assert learned.score_floor == pytest.approx(FLOOR_SHARE * 0.6)
+def test_run_aheads_have_the_rows_that_are_nearly_free() -> None:
+    dear, level = ((1, 1.0), (1000, 1000.0)), ((1, 1.0), (10, 1.0), (100, 3.7))
+    cases: list[tuple[tuple[tuple[int, float], ...], float | None, int]] = [
+        (dear, 0.03, 0),  # a row as dear as a token
+        (((8, 1.0), (16, 2.0), (1000, 125.0)), 0.03, 4),  # a bucket's padding
+        (dear, 16.0, 64),
+        (level, 0.03, 7),
+        (level, 0.5, 22),
+        (dear, None, 0),
+    ]
+    for points, slowdown, rows in cases:
+        control = control_of(StepCost(points=points), max_slowdown=slowdown)
+        assert control.run_ahead_rows(4) == rows
+        assert control.run_ahead_rows(0) == 0, "no step yet"
+        assert control.run_ahead_rows(4, alone=True) == (0 if slowdown is None else MAX_ROWS)

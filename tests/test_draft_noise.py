@@ -49,11 +49,11 @@ def test_more_is_accepted_where_the_noise_is_known() -> None:
     assert sum(noisy[8:]) > 1.2 * sum(plain[8:]), "8 nodes a draft, from 8 rollouts of history on"
 
 
-@pytest.mark.parametrize(("knows_noise", "temperature"), [(False, 1.0), (True, 0.0)])
-def test_nothing_is_learned_where_tokens_do_not_follow_the_noise(knows_noise: bool, temperature: float) -> None:
-    drafter, _ = taught(knows_noise=knows_noise, temperature=temperature)
-    assert not drafter._trust["train"][:NOISE].any()
-    assert drafter._trust["train"][NOISE, POWER] == FIRST_POWER
+def test_nothing_is_learned_where_tokens_do_not_follow_the_noise() -> None:
+    for knows_noise, temperature in ((False, 1.0), (True, 0.0)):
+        drafter, _ = taught(knows_noise=knows_noise, temperature=temperature)
+        assert not drafter._trust["train"][:NOISE].any()
+        assert drafter._trust["train"][NOISE, POWER] == FIRST_POWER
 
 
 def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:

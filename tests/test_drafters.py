@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
@@ -50,30 +50,23 @@ Samples = st.lists(
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@settings(max_examples=40, deadline=None)
 @given(rounds=st.lists(Samples, min_size=1, max_size=4), max_nodes=st.lists(st.integers(0, 12), min_size=5, max_size=5))
 def test_random_texts_give_proper_trees_and_leave_nothing_behind(
     name: str, rounds: list[list[tuple[int, int, bool, bool, list[list[int]]]]], max_nodes: list[int]
 ) -> None:
     drafter = DRAFTERS[name]()
     for samples in rounds:
-        requests = {
-            slot: request((prompt, 3), rng_key, is_run_ahead=is_run_ahead)
-            for slot, (prompt, rng_key, is_run_ahead, _, _) in enumerate(samples)
-        }
-        start(drafter, requests)
+        requests = [request((prompt, 3), rng_key, is_run_ahead=ahead) for prompt, rng_key, ahead, *_ in samples]
+        start(drafter, dict(enumerate(requests)))
         for step in range(7):
             live = [slot for slot, sample in enumerate(samples) if len(sample[4]) > step]
             propose(drafter, live, [max_nodes[slot] for slot in live])
             observe(drafter, {slot: samples[slot][4][step] for slot in live})
             done = [slot for slot, sample in enumerate(samples) if len(sample[4]) == step]
-            completions = [
-                None
-                if samples[slot][3]
-                else completion(requests[slot], [token for tokens in samples[slot][4] for token in tokens])
-                for slot in done
+            ends = [
+                completion(requests[slot], [token for tokens in samples[slot][4] for token in tokens]) for slot in done
             ]
-            drafter.finish(done, completions)
+            drafter.finish(done, [None if samples[slot][3] else end for slot, end in zip(done, ends, strict=True)])
         drafter.end_step()
     if isinstance(drafter, SrtDrafter):
         assert drafter.num_trie_bytes == 0
@@ -114,12 +107,11 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
 
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
 def test_what_is_saved_is_loaded(make: type[SrtDrafter], tmp_path: Path) -> None:
-    drafter = make()
+    drafter, read = make(), make()
     run(drafter, request(), TEXT)
     run(drafter, request((7,), purpose="eval"), OTHER)
     drafter.end_step()
     drafter.save(tmp_path)
-    read = make()
     run(read, request((8,)), OTHER)
     read.load(tmp_path)
     assert run(read, request(), TEXT) >= 0.8 * len(TEXT)
@@ -131,21 +123,7 @@ def test_what_is_saved_is_loaded(make: type[SrtDrafter], tmp_path: Path) -> None
 # --- Checked trees ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": np.array([1, 2, 3, 9], np.int32)},
-        {"token_ids": np.array([1, 2, 3], np.int32)},
-        {"token_ids": np.array([1, 2, 3, 4])},
-        {"parents": np.array([-1, -1, 2, -1], np.int32)},
-        {"parents": np.array([-1, -2, 0, -1], np.int32)},
-        {"scores": np.array([0.5, np.nan, 0.2, 0.9], np.float32)},
-        {"scores": np.array([0.5, 0.25, 0.6, 0.9], np.float32)},
-        {"offsets": np.array([0, 4])},
-        {"offsets": np.array([0, 0, 4])},
-    ],
-)
-def test_incorrect_trees_are_refused(changes: dict[str, Any]) -> None:
+def test_incorrect_trees_are_refused() -> None:
     """Of two trees: a root with two children, the first of which has one; and a single node."""
     trees = DraftTrees(
         token_ids=np.array([1, 2, 3, 4], np.int32),
@@ -154,14 +132,28 @@ def test_incorrect_trees_are_refused(changes: dict[str, Any]) -> None:
         offsets=np.array([0, 3, 4]),
     )
     check_trees(trees, np.array([3, 3]), 9, "the drafter my_fork:Drafter")
-    with pytest.raises(ValueError, match=r"^the drafter my_fork:Drafter proposed incorrect draft trees; .* below 9"):
-        check_trees(replace(trees, **changes), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
+    changes: list[tuple[str, list[float], str]] = [
+        ("token_ids", [1, 2, 3, 9], "i4"),
+        ("token_ids", [1, 2, 3], "i4"),
+        ("token_ids", [1, 2, 3, 4], "i8"),
+        ("parents", [-1, -1, 2, -1], "i4"),
+        ("parents", [-1, -2, 0, -1], "i4"),
+        ("scores", [0.5, np.nan, 0.2, 0.9], "f4"),
+        ("scores", [0.5, 0.25, 0.6, 0.9], "f4"),
+        ("offsets", [0, 4], "i8"),
+        ("offsets", [0, 0, 4], "i8"),
+    ]
+    for name, values, dtype in changes:
+        changed: Any = {name: np.array(values, dtype)}
+        with pytest.raises(
+            ValueError, match=r"^the drafter my_fork:Drafter proposed incorrect draft trees; .* below 9"
+        ):
+            check_trees(replace(trees, **changed), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
 
 
 # --- ngram ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.integers(0, 39))
 def test_ngram_is_the_search_by_hand(text: list[int], min_ngram: int, more: int, num_prompt_tokens: int) -> None:
     """It drafts what followed the latest earlier occurrence of the longest ending."""
@@ -201,10 +193,7 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
     assert run(drafter, request(), TEXT) >= 0.8 * len(TEXT)
     assert drafter.expected_tokens(request()) == len(TEXT)
     assert drafter.expected_tokens(request((9,))) is None
-
-
-def test_srt_learns_phrases_from_other_prompts_of_the_same_purpose() -> None:
-    drafter = SrtDrafter()
+    drafter = SrtDrafter()  # with phrases from other prompts of the same purpose
     run(drafter, request(), TEXT)
     assert run(drafter, request((1, 3), purpose="eval"), TEXT) <= BY_CHANCE
     assert run(drafter, request((1, 3)), TEXT) > 0.5 * len(TEXT)
@@ -242,41 +231,32 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() ->
     run(drafter, request((2,)), OTHER)
     assert list(drafter._tries) == [("train", (2,))], "building the second freed the first, which nobody drafted from"
     assert run(drafter, request((1,)), TEXT) >= 0.8 * len(TEXT)
+    metrics = drafter.take_metrics()
+    assert metrics["engine/cache_tokens"] == 2 * len(TEXT) + len(OTHER)
+    assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
 
 
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
 def test_a_trie_is_built_from_the_newest_texts(make: type[SrtDrafter]) -> None:
-    drafter = make(SrtOptions(max_rollouts=5, other_prompts=False))
+    drafter = make(SrtOptions(max_rollouts=3, other_prompts=False))
     drafter.knows_noise = False
-    rng = np.random.default_rng(3)
-    texts = [rng.integers(0, 50, 100).tolist() for _ in range(12)]
+    texts = np.random.default_rng(3).integers(0, 50, (7, 100)).tolist()
     for text in texts:
         run(drafter, request(), text)
         drafter.end_step()
-    assert run(drafter, request((7,), purpose="eval"), texts[11]) < 10, "evaluation learns from itself alone"
+    assert run(drafter, request((7,), purpose="eval"), texts[-1]) < 10, "evaluation learns from itself alone"
     assert run(drafter, request(rng_key=1), texts[0][:50]) < 10
-    assert run(drafter, request(rng_key=2), texts[11][:60]) > 40, "the newest is still known"
-
-
-def test_srt_metrics() -> None:
-    drafter = SrtDrafter()
-    run(drafter, request(), TEXT)
-    run(drafter, request(), TEXT)
-    run(drafter, request((5,)), TEXT)
-    run(drafter, request((5,), is_run_ahead=True), TEXT)
-    metrics = drafter.take_metrics()
-    assert metrics["engine/cache_tokens"] == 3 * len(TEXT)
-    assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
+    assert run(drafter, request(rng_key=2), texts[-1][:60]) > 40, "the newest is still known"
 
 
 # --- Run-aheads -------------------------------------------------------------------------------------------------------
 
 
-def with_run_ahead(text: list[int], *, prompt: tuple[int, ...] = (1, 2)) -> SrtDrafter:
+def with_run_ahead(text: list[int]) -> SrtDrafter:
     """A drafter after a step in which `text` was decoded early on RNG key 4."""
     drafter = SrtDrafter(SrtOptions(other_prompts=False))
     drafter.knows_noise = False
-    run(drafter, request(prompt, rng_key=4, is_run_ahead=True), text)
+    run(drafter, request(rng_key=4, is_run_ahead=True), text)
     drafter.end_step()
     return drafter
 
@@ -309,47 +289,48 @@ def test_a_chain_ends_with_its_text_and_where_it_is_not_worth_a_row() -> None:
     assert propose(drafter, [0])[0].num_nodes == 0
 
 
-@pytest.mark.parametrize("case", ["another prompt", "another purpose", "two updates", "used up"])
-def test_run_aheads_serve_their_own_sample_in_the_next_step(case: str) -> None:
-    drafter = with_run_ahead(TEXT, prompt=(1, 3) if case == "another prompt" else (1, 2))
-    if case == "two updates":
-        drafter.end_step()
-    elif case == "used up":
-        run(drafter, request(rng_key=4), TEXT)
+def followed(drafter: SrtDrafter, **changes: Any) -> float:
+    """How many run-aheads a new sample on RNG key 4 follows."""
     drafter.take_metrics()
-    start(drafter, {0: request(rng_key=4, purpose="eval" if case == "another purpose" else "train")})
-    assert drafter.take_metrics().get("engine/run_ahead_followed", 0) == 0
+    start(drafter, {0: request(rng_key=4, **changes)})
+    return drafter.take_metrics().get("engine/run_ahead_followed", 0)
 
 
-def test_the_chance_of_a_run_ahead_stays_below_one() -> None:
-    """500,000 correct tokens in a row: a chance of 1 would have no finite number of tokens down to a score."""
-    drafter = with_run_ahead([1, 2])
-    text = [1] * 10_000
-    for slot in range(50):
-        start(drafter, {slot: request(rng_key=5, is_run_ahead=True)})
-        drafter.finish([slot], [completion(request(rng_key=5, is_run_ahead=True), text)])
-        start(drafter, {slot: request(rng_key=5)})
-        observe(drafter, {slot: text})
-        drafter.finish([slot], [completion(request(rng_key=5), text)])
-    start(drafter, {0: request(rng_key=4)})
-    assert propose(drafter, [0])[0].token_ids.tolist() == [1, 2]
-    assert 0.9999 < drafter.take_metrics()["engine/run_ahead_confidence"] < 1
-
-
-def test_a_given_up_sample_leaves_its_run_ahead_to_its_next_start() -> None:
+def test_run_aheads_serve_their_own_sample_in_the_next_step() -> None:
+    assert followed(with_run_ahead(TEXT)) == 1
+    assert followed(with_run_ahead(TEXT), prompt=(1, 3)) == 0
+    assert followed(with_run_ahead(TEXT), purpose="eval") == 0
+    old, used_up = with_run_ahead(TEXT), with_run_ahead(TEXT)
+    old.end_step()
+    run(used_up, request(rng_key=4), TEXT)
+    assert followed(old) == followed(used_up) == 0
+    # A sample that is given up leaves its run-ahead to its next start.
     drafter = with_run_ahead(TEXT)
     start(drafter, {0: request(rng_key=4)})
     observe(drafter, {0: TEXT[:3]})
-    drafter.finish([0], [None])  # preempted
+    drafter.finish([0], [None])
     start(drafter, {1: request(rng_key=4)})
     observe(drafter, {1: TEXT[:3]})
     assert chain_of(propose(drafter, [1])[0]) == TEXT[3:11]
 
 
+def test_the_chance_of_a_run_ahead_stays_below_one() -> None:
+    """500,000 correct tokens in a row: a chance of 1 would have no finite number of tokens down to a score."""
+    drafter = with_run_ahead([1, 2])
+    text = [1] * 100_000
+    for _ in range(5):
+        for one in (request(rng_key=5, is_run_ahead=True), request(rng_key=5)):
+            start(drafter, {0: one})
+            observe(drafter, {0: text})
+            drafter.finish([0], [completion(one, text)])
+    start(drafter, {0: request(rng_key=4)})
+    assert propose(drafter, [0])[0].token_ids.tolist() == [1, 2]
+    assert 0.9999 < drafter.take_metrics()["engine/run_ahead_confidence"] < 1
+
+
 # --- suffix -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     responses=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), max_size=4),
     texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=3),

@@ -1,5 +1,7 @@
 """The number of pages of the KV cache: arithmetic of bytes, and one error where the device has too few."""
 
+from functools import partial
+
 import pytest
 import torch
 from engine_cases import options, tiny_policy
@@ -20,11 +22,8 @@ def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_tak
         assert kv_bytes("auto", 80 * GIB, reserved_bytes=reserved * GIB) == expected * GIB
 
 
-def pages(num_bytes: int, slots: int = 4) -> int:
-    return choose_num_pages(num_bytes, page_bytes=PAGE, page_size=16, slots=slots, max_sequence_tokens=100)
-
-
 def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
+    pages = partial(choose_num_pages, page_bytes=PAGE, page_size=16, slots=4, max_sequence_tokens=100)
     assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
     assert pages(20 * PAGE + 1) == 20
     assert pages(7 * PAGE) == 7

@@ -39,22 +39,16 @@ def test_any_sequence_of_operations_keeps_the_pool_consistent(
         assert pool.num_unshared(held) == sum(count == 1 for count in counts.values())
 
 
-def test_the_check_sees_a_lost_and_a_stolen_page() -> None:
-    pool = PagePool(4, page_size=4)
-    pages = pool.allocate(2)
-    with pytest.raises(AssertionError, match="1 references and 0 holders"):
-        check_pool(pool, [])
-    with pytest.raises(AssertionError, match="references and 2 holders"):
-        check_pool(pool, [pages, pages])
-
-
-def test_free_pages_are_neither_released_nor_shared_and_counts_are_rounded_up() -> None:
+def test_lost_and_stolen_pages_are_seen_and_free_ones_neither_released_nor_shared() -> None:
     pool = PagePool(2, page_size=4)
     pages = pool.allocate(1)
+    for holders, message in (([], "1 references and 0 holders"), ([pages, pages], "1 references and 2 holders")):
+        with pytest.raises(AssertionError, match=message):
+            check_pool(pool, holders)
     pool.release(pages)
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(pages)
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share(pages)
-    assert [pool.pages_for(count) for count in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+    assert [pool.pages_for(count) for count in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3], "rounded up"
     assert (pool.num_free, pool.num_used) == (2, 0)

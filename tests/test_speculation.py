@@ -36,15 +36,18 @@ from srtrl.types import Completion, Request
 Texts = dict[tuple[int, ...], list[np.ndarray]]
 """Prompt -> responses."""
 
-NONSENSE: Texts = {prompt: [np.full(40, 7), np.zeros(40), np.tile([3, 4], 20), np.arange(40)] for prompt in PROMPTS}
+NAMES = ("ngram", "srtrl.bench.suffix:Drafter", "history", "srt")
+COST = StepCost(points=((8, 1.0), (16, 2.0)))
+STRANGE = np.array([[7] * 40, [0] * 40, [3, 4] * 20, range(40)], np.int32)
+NONSENSE: Texts = {prompt: list(STRANGE) for prompt in PROMPTS}
 """History that no policy would write: long repetitions, end tokens in the middle, anything."""
 
 
 def texts_of(completions: Completions) -> Texts:
     """The completions as history."""
     texts: Texts = {}
-    for completion in completions.values():
-        texts.setdefault(completion.request.prompt_token_ids, []).append(np.array(completion.token_ids))
+    for one in completions.values():
+        texts.setdefault(one.request.prompt_token_ids, []).append(np.array(one.token_ids, np.int32))
     return texts
 
 
@@ -53,28 +56,20 @@ def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
     drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
     drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
     recorded = [
-        RecordedPrompt(
-            prompt_id=str(number), prompt_token_ids=prompt, samples=[text.astype(np.int32) for text in texts]
-        )
+        RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=texts)
         for number, (prompt, texts) in enumerate(history.items())
     ]
     feed_drafter(drafter, recorded)
     return drafter
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["ngram", "srtrl.bench.suffix:Drafter", "history", "srt"])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("srt", torch.float32)])
 def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> None:
     policy = tiny_policy(dtype)
-    requests = requests_for()
+    requests = requests_for(PROMPTS[:4], max_new_tokens=18)
     truth = decode(Engine(policy, options(slots=1)), requests)
-    cases: list[tuple[Texts, int, int | None]] = [
-        ({}, 16, None),
-        (texts_of(truth), 64, None),
-        (texts_of(truth), 7, 12),
-        (NONSENSE, 4, None),
-    ]
-    for history, slots, num_pages in cases:
+    known = texts_of(truth)
+    for history, slots, num_pages in (({}, 16, None), (known, 64, None), (known, 7, 9), (NONSENSE, 4, None)):
         drafter = make_drafter(name, history)
         engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
         assert outputs(decode(engine, requests)) == outputs(truth)
@@ -88,40 +83,40 @@ def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> 
             assert metrics["engine/acceptance_depth_1"] > 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_drawn", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "is_drawn"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
 def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: bool) -> None:
     """Step 1 runs ahead of step 2, or of draws that never come; a sample repeats its run-ahead word for word."""
     policy = tiny_policy(dtype)
-    first, second = requests_for(), requests_for(seed=5)
+    first, second = (requests_for(PROMPTS[:4], max_new_tokens=18, seed=seed) for seed in (0, 5))
     ahead = [replace(request, is_run_ahead=True) for request in second]
     if not is_drawn:
         ahead = [replace(request, rng_key=request.rng_key ^ 1) for request in ahead]
     expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
-    for slots, num_pages in ((64, None), (20, 40)):
-        unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
-        engine = Engine(policy, unlimited, drafter=make_drafter("srt", {}))
-        assert outputs(decode(engine, first, run_ahead=ahead)) == expected[0]
-        assert engine.take_metrics()["engine/run_ahead_tokens_made"] > 0
-        engine.end_step(has_new_weights=True)
-        assert outputs(decode(engine, second)) == expected[1]
-        metrics = engine.take_metrics()
-        if is_drawn:
-            assert metrics["engine/run_ahead_followed"] > 0
-            # The policy is the same, and so is every token of what was decoded ahead.
-            assert metrics["engine/run_ahead_tokens_used"] > 0
-            assert metrics["engine/run_ahead_confidence"] > 0.9
+    unlimited = options(slots=20, num_pages=40, run_ahead_max_slowdown=float("inf"))
+    engine = Engine(policy, unlimited, drafter=make_drafter("srt", {}))
+    assert outputs(decode(engine, first, run_ahead=ahead)) == expected[0]
+    assert engine.take_metrics()["engine/run_ahead_tokens_made"] > 0
+    engine.end_step(has_new_weights=True)
+    assert outputs(decode(engine, second)) == expected[1]
+    metrics = engine.take_metrics()
+    if is_drawn:  # the policy is the same, and so is every token of what was decoded ahead
+        assert metrics["engine/run_ahead_followed"] > 0
+        assert metrics["engine/run_ahead_tokens_used"] > 0
+        assert metrics["engine/run_ahead_confidence"] > 0.9
 
 
 @pytest.mark.parametrize("draft_budget", ["auto", 2])
 def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_after_a_rollout(
     draft_budget: Literal["auto"] | int,
 ) -> None:
-    chosen, cost = options(slots=4, draft_budget=draft_budget), StepCost(points=((8, 1.0), (16, 2.0)))
-    engine = Engine(tiny_policy(), chosen, drafter=(drafter := FakeDrafter()), cost=cost)
-    for rollout in range(3):
+    engine = Engine(
+        tiny_policy(), options(slots=4, draft_budget=draft_budget), drafter=(drafter := FakeDrafter()), cost=COST
+    )
+    for rollout in range(2):
         completions: list[Completion] = []
-        for completion in engine.generate(requests_for(seed=rollout)):
+        for completion in engine.generate(requests_for(max_new_tokens=15, seed=rollout)):
             completions.append(completion)
             assert set(map(id, completions)) <= set(map(id, drafter.ends))
         assert drafter.ends == completions
@@ -138,20 +133,16 @@ def test_a_step_is_learned_from_under_the_samples_that_it_drafted_for() -> None:
         def expected_tokens(self, request: Request) -> float | None:
             return 9.0 if request.draw_index else None
 
-    first, second = (requests_for(PROMPTS[:1], num_samples=2), requests_for(num_samples=2)[2:])
-    chosen, cost = options(draft_budget="auto"), StepCost(points=((8, 1.0), (16, 2.0)))
-    engine = Engine(tiny_policy(), chosen, drafter=Known(), cost=cost)
+    engine = Engine(tiny_policy(), options(draft_budget="auto"), drafter=Known(), cost=COST)
+    asked = requests_for(num_samples=2)
     with engine.rollout("train"):
-        for request in first:
-            engine.add(request)
-        engine.step()
-        engine.step()
-        for request in second:  # now 8 of 10 samples have history
-            engine.add(request)
-        assert {history for _, history, _ in engine.control._learned} == {0}
-        engine.step()
-        engine.step()
-        assert {history for _, history, _ in engine.control._learned} == {0, 3}
+        for requests, classes in ((asked[:2], {0}), (asked[2:], {0, 3})):  # at last 8 of 10 samples have history
+            for request in requests:
+                engine.add(request)
+            assert {history for _, history, _ in engine.control._learned} <= {0}
+            engine.step()
+            engine.step()
+            assert {history for _, history, _ in engine.control._learned} == classes
 
 
 @pytest.mark.parametrize("draft_budget", [0, 2])
@@ -163,17 +154,18 @@ def test_a_drafter_that_fails_at_an_end_says_so_and_the_next_rollout_is_whole(dr
                 self.ends += [self.ends[0]] * 10  # once
                 raise OSError("no room for what it said")
 
+    requests = requests_for(PROMPTS[:4], max_new_tokens=12)
     engine = Engine(tiny_policy(), options(slots=4, draft_budget=draft_budget), drafter=(drafter := Failing()))
     with pytest.raises(OSError, match="no room"):
-        decode(engine, requests_for())
+        decode(engine, requests)
     assert engine.pool.num_used == 0
     assert not drafter.live
-    expected = decode(Engine(tiny_policy(), options(slots=1)), requests_for())
-    assert outputs(decode(engine, requests_for())) == outputs(expected)
+    expected = decode(Engine(tiny_policy(), options(slots=1)), requests)
+    assert outputs(decode(engine, requests)) == outputs(expected)
 
 
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
-    """For every promise: `test_incorrect_trees_are_refused_by_name`."""
+    """For every promise: `test_incorrect_trees_are_refused`."""
 
     class Wild(DrafterBase):
         def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
@@ -229,7 +221,7 @@ def test_a_million_samples_with_a_full_wrong_cache_have_the_exact_distribution()
     policy = tiny_policy(scale=3.0, vocab_size=vocab_size)
     exact = exact_distribution(policy, prompt, length)
     assert abs(exact.sum() - 1) < 1e-6
-    texts = np.random.default_rng(0).integers(0, vocab_size, (64, length))
+    texts = np.random.default_rng(0).integers(0, vocab_size, (64, length), np.int32)
     drafter = make_drafter("history", {prompt: list(texts)}, max_rollouts=64)
     engine = Engine(policy, options(slots=256, deterministic=False, draft_budget=6), drafter=drafter)
     counts = np.zeros(len(exact), np.int64)

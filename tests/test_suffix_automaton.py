@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie, Row, continuations, plain_row
 
@@ -63,6 +63,15 @@ def table_of(rollouts: Sequence[Sequence[int]]) -> Table:
     return table
 
 
+def with_twin(inserts: Sequence[bool], rollouts: list[list[int]]) -> tuple[TokenTrie, Player, ReferenceTrie]:
+    """A trie with cursors, and its twin."""
+    trie, twin = TokenTrie(), ReferenceTrie()
+    twin.rollouts = rollouts
+    for is_inserted in inserts:
+        twin.start(inserts=is_inserted)
+    return trie, Player([trie] * len(inserts), inserts=inserts), twin
+
+
 def count(trie: TokenTrie, string: Sequence[int]) -> int:
     return continuations(trie, string[:-1]).get(string[-1], 0)
 
@@ -73,7 +82,6 @@ def assert_equal_trees(tree: DraftTree, expected: DraftTree) -> None:
     assert tree.scores.tolist() == expected.scores.tolist()
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     steps=STEPS,
     max_nodes=st.sampled_from([0, 1, 3, 8, 40]),
@@ -84,11 +92,8 @@ def assert_equal_trees(tree: DraftTree, expected: DraftTree) -> None:
 def test_counts_matches_and_drafts_are_those_of_the_twin(
     steps: list[tuple[int, list[int]]], max_nodes: int, rule: Rule, min_score: float, rollouts: list[list[int]]
 ) -> None:
-    trie, twin = TokenTrie(), ReferenceTrie()
-    player = Player([trie] * 4, inserts=(True, True, True, False))
-    for is_inserted in (True, True, True, False):
-        twin.start(inserts=is_inserted)
-    twin.rollouts, shared = rollouts, table_of(rollouts)
+    trie, player, twin = with_twin((True, True, True, False), rollouts)
+    shared = table_of(rollouts)
     for step, (moved, tokens) in enumerate(steps):
         player.extend({moved: tokens})
         twin.extend(moved, tokens)
@@ -112,7 +117,6 @@ def test_counts_matches_and_drafts_are_those_of_the_twin(
     assert trie.num_states <= 2 * (trie.num_tokens + 4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     steps=STEPS,
     max_nodes=st.sampled_from([1, 8, 40]),
@@ -123,12 +127,8 @@ def test_counts_matches_and_drafts_are_those_of_the_twin(
 def test_known_noise_and_learned_trust_weigh_as_in_the_twin(
     steps: list[tuple[int, list[int]]], max_nodes: int, min_score: float, rollouts: list[list[int]], seed: int
 ) -> None:
-    random = np.random.default_rng(seed)
-    trie, twin = TokenTrie(), ReferenceTrie()
-    player = Player([trie] * 4, inserts=[True] * 4)
-    for _ in range(4):
-        twin.start(inserts=True)
-    twin.rollouts, shared = rollouts, table_of(rollouts)
+    random, shared = np.random.default_rng(seed), table_of(rollouts)
+    _, player, twin = with_twin([True] * 4, rollouts)
     for moved, tokens in steps:
         player.extend({moved: tokens})
         twin.extend(moved, tokens)
@@ -151,26 +151,18 @@ def test_known_noise_and_learned_trust_weigh_as_in_the_twin(
 def test_several_tries_at_once_are_one_by_one(expected_tokens: int, threads: int) -> None:
     """In parallel, and with tries that must grow."""
     rng = np.random.default_rng(5)
-    owners, max_nodes = [0, 1, 2, 0, 1, 0] * 8, [0, 8, 2, 5, 1, 40] * 8
-    texts = {slot: rng.geometric(0.1, 1000).tolist() for slot in range(len(owners))}
-    drafts, sizes = [], []
-    for at_once in (True, False):
-        tries = [TokenTrie(expected_tokens=expected_tokens) for _ in range(3)]
-        player = Player([tries[owner] for owner in owners], inserts=[True] * len(owners))
-        if at_once:
-            player.extend(texts)
-            drafts.append(player.propose(max_nodes))
-        else:
-            for slot, tokens in texts.items():
-                player.extend({slot: tokens})
-            drafts.append([])
-            for slot in texts:
-                player.slots = np.array([slot])
-                drafts[-1] += player.propose([max_nodes[slot]])
-        sizes.append([(trie.num_tokens, trie.num_states) for trie in tries])
-    assert sizes[0] == sizes[1]
-    for tree, expected in zip(*drafts, strict=True):
-        assert_equal_trees(tree, expected)
+    owners, max_nodes = [0, 1, 2, 0, 1, 0] * 4, [0, 8, 2, 5, 1, 40] * 4
+    texts = {slot: rng.geometric(0.1, 500).tolist() for slot in range(len(owners))}
+    tries = [TokenTrie(expected_tokens=expected_tokens) for _ in range(6)]
+    at_once, single = (Player([part[i] for i in owners], inserts=[True] * 24) for part in (tries[:3], tries[3:]))
+    at_once.extend(texts)
+    for slot, tokens in texts.items():
+        single.extend({slot: tokens})
+    for slot, tree in enumerate(at_once.propose(max_nodes)):
+        single.slots = np.array([slot])
+        assert_equal_trees(tree, single.propose([max_nodes[slot]])[0])
+    sizes = [(trie.num_tokens, trie.num_states) for trie in tries]
+    assert sizes[:3] == sizes[3:]
 
 
 def test_many_distinct_tokens() -> None:
@@ -205,20 +197,15 @@ def test_repetition_is_counted_in_linear_time(step: int) -> None:
     assert all(MAX_COUNTED <= count <= 4000 for count in counts[:3])
 
 
-def test_a_new_text_begins_in_a_cursor_that_has_inserted_another() -> None:
-    trie = TokenTrie()
-    player = Player([trie], inserts=[True])
+def test_cursors_begin_a_new_text_or_only_follow() -> None:
+    player = Player([TokenTrie()], inserts=[True])
     player.extend({0: [3, 4, 3, 5, 3, 6, START_TOKEN]})
     shared = table_of([[9]])
     assert player.propose([2])[0].token_ids.tolist() == [3, 4], "the beginning of a response is a context"
     assert 9 in player.propose([8], shared=shared)[0].token_ids.tolist()
-
-
-def test_a_cursor_that_does_not_insert_only_follows() -> None:
     trie = TokenTrie()
     player = Player([trie] * 2, inserts=[True, False])
     player.extend({0: [1, 2, 3, 4], 1: [1, 2, 9, 9, 9]})
-    assert trie.num_tokens == 4
-    assert count(trie, [9]) == 0
+    assert (trie.num_tokens, count(trie, [9])) == (4, 0), "what follows inserts nothing"
     player.extend({1: [2]})
     assert player.propose([0, 2])[1].token_ids.tolist() == [3, 4]
