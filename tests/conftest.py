@@ -49,11 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if torch.cuda.is_available() and hasattr(item.module, "KERNEL_DEVICE"):
             item.add_marker(pytest.mark.gpu)
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        found = [each for fixtures in item._fixtureinfo.name2fixturedefs.values() for each in fixtures]
-        if shared := sorted(each.argname for each in found if each.scope == "module"):
-            values = (str(parameters[name]) for name in shared if name in parameters)
-            item.add_marker(pytest.mark.xdist_group(" ".join([item.path.stem, *values])))
+        if (shared := shared_fixtures(item)) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {shared}"))
+
+
+def shared_fixtures(item: pytest.Function) -> str:
+    """The parameters of a test's fixtures that are made once for its module, or "" where it has no such fixtures."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    found = {each.argname: each for fixtures in item._fixtureinfo.name2fixturedefs.values() for each in fixtures}
+    return " ".join(f"{name}={parameters.get(name)}" for name, each in sorted(found.items()) if each.scope == "module")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -31,6 +32,8 @@ PRELOADED = """
 """
 """Modules that each process would else import after its fork; one list for all tests that start processes."""
 CONTEXT.set_forkserver_preload(PRELOADED.split())
+FORKED = pytest.mark.xdist_group("forked")
+"""Of the tests that start processes: one worker has them all, since its server of forks takes seconds to start."""
 
 
 class RankPool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from engine_cases import options, tiny_policy
 from environment_cases import TOKENIZER, Ledger, section_of
-from rank_cases import run_ranks
+from rank_cases import FORKED, run_ranks
 from scipy.stats import chisquare
 from test_rank_rollouts import grader_of
 
@@ -149,6 +149,7 @@ def test_tools_take_no_time_and_are_not_called_twice(
     assert not Ledger.num_steps - num_steps, "a tool was called twice"
 
 
+@FORKED
 @pytest.mark.parametrize("has_tools", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_ranks_end_at_the_same_tick(
     has_tools: bool, once: Sampled, once_with_tools: tuple[Sampled, Any]

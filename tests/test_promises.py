@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from environment_cases import LEDGER
 from killed_runs import kill_in_checkpoint, kill_in_rollout, kill_in_update, train_until_killed
+from rank_cases import FORKED
 from rank_runs import assert_close_runs, train_on_ranks
 from tiny_run import DAPO, HEAD, PAGE_GIB, PPO, assert_same_run, make_recipe, train
 
@@ -125,6 +126,7 @@ def test_settings_of_the_decoder_change_nothing(
         assert sum(row["engine/preemptions"] for row in rows) > 0
 
 
+@FORKED
 @cells(KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
     recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
@@ -141,6 +143,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert_same_run(tmp_path / "run", finished(**RECIPES[recipe]))
 
 
+@FORKED
 @cells(RANKS)
 def test_several_ranks_learn_what_one_process_learns(
     recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from rank_cases import run_ranks
+from rank_cases import FORKED, run_ranks
 from test_checkpoint import ADAMW, contents, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -30,7 +30,7 @@ from srtrl.run.checkpoint import (
 )
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_state, state_tensors
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = FORKED
 Writer = tuple[int, str, torch.dtype]
 """Number of ranks, how they share the state, and the type of the models: bfloat16 has masters."""
 WHOLE: list[Writer] = [(1, "ddp", torch.float32), (1, "ddp", torch.bfloat16)]

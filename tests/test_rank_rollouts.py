@@ -17,7 +17,7 @@ from engine_cases import options, requests_for, tiny_policy
 from environment_cases import TOKENIZER, Digits, ask, completion_of, section_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_cases import run_ranks
+from rank_cases import FORKED, run_ranks
 from test_conversations import END_TOKENS, PlainTask, contents
 
 from srtrl.drafters.base import DrafterBase
@@ -36,7 +36,7 @@ from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
 from srtrl.types import Completion, Grade, Prompt, Request, SamplingParams
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = FORKED
 PROMPTS = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(9)]
 
 

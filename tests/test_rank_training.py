@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from killed_runs import die_at_call
-from rank_cases import run_ranks
+from rank_cases import FORKED, run_ranks
 from rank_runs import assert_close_runs, train_on_ranks
 from test_promises import SHORT
 from tiny_run import learned_rows, make_recipe, train
@@ -26,6 +26,7 @@ from srtrl.run.checkpoint import list_checkpoints
 from srtrl.trainer import build, trainer
 from srtrl.trainer.trainer import Trainer
 
+pytestmark = FORKED
 SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every": 1}
 
 

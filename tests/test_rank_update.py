@@ -13,7 +13,7 @@ import pytest
 import torch
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
 from engine_cases import decode, options, outputs, requests_for, tiny_policy
-from rank_cases import RankPool, run_ranks
+from rank_cases import FORKED, RankPool, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
@@ -31,7 +31,7 @@ from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import with_logprobs
 from srtrl.types import TrainSequence
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = FORKED
 BUDGET = 20
 """Tokens of a micro-batch: several in a mini-batch, of different sizes."""
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rank_cases import RankPool, free_port, run_ranks
+from rank_cases import FORKED, RankPool, free_port, run_ranks
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
@@ -22,7 +22,7 @@ from srtrl.ranks.processes import (
     should_report,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = FORKED
 
 
 def exchange(ranks: Ranks) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from killed_runs import die, die_at_call, finish, start, train_until_killed
-from rank_cases import CONTEXT
+from rank_cases import CONTEXT, FORKED
 from tiny_run import assert_same_run, learned_rows, make_recipe, open_run, train
 
 from srtrl.environments.base import EnvironmentBase, Step, Turn
@@ -24,6 +24,7 @@ from srtrl.run.folder import open_run_folder
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import trainer
 
+pytestmark = FORKED
 KILLS: dict[str, Callable[[], None]] = {
     # all of step 3 is decoded; the evaluations before and after step 2 call `collect` too
     "in grading": lambda: die_at_call(Grader, "collect", 5),

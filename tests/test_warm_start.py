@@ -11,7 +11,7 @@ import tiny_run
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rank_cases import run_ranks
+from rank_cases import FORKED, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -192,6 +192,7 @@ def warm_start_rank(ranks: Ranks, recipe: Recipe) -> list[float]:
         return run(recipe).losses
 
 
+@FORKED
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: str) -> None:
     """To the last bits of float32, masters of a bfloat16 model included.
