@@ -5,14 +5,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Without a CUDA device kernels run under Triton's interpreter (see `conftest.py`): keep shapes tiny."""
-
-SLOW_UNDER_THE_INTERPRETER = pytest.mark.slow if KERNEL_DEVICE == "cpu" else pytest.mark.gpu
-"""For many random cases of a kernel of which a few are tested by name."""
 
 
 def _fix_bfloat16_of_the_interpreter(interpreter: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class FakeCuda:
 
     def run(self, graphs: StepGraphs, steps: str, **options: Any) -> list[bool]:
         """What `StepGraphs.run` says to each step."""
-        return [graphs.run(step, lambda step=step: self.compute(step), **options) for step in steps]
+        return [graphs.run(step, partial(self.compute, step), **options) for step in steps]
 
     def compute(self, step: str) -> None:
         self.num_left -= 1
@@ -99,13 +100,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     ],
 )
 def test_steps_are_computed_captured_and_replayed(
-    device: torch.device | None,
-    max_graphs: int,
-    can_capture: bool,
-    asked: str,
-    prepared: str,
-    ran: str,
-    cuda: FakeCuda,
+    device: torch.device | None, max_graphs: int, can_capture: bool, asked: str, prepared: str, ran: str, cuda: FakeCuda
 ) -> None:
     """`prepared`: + for steps for which no kernel was compiled and no graph captured."""
     graphs = StepGraphs(device, max_graphs=max_graphs)
@@ -126,7 +121,10 @@ def test_a_pool_whose_last_graph_is_gone_is_not_used_again(cuda: FakeCuda) -> No
 
 
 def test_each_step_is_computed_once_and_memory_is_given_back_only_where_little_is_left(cuda: FakeCuda) -> None:
-    """A step that moves KV must not run twice: the first capture's warm-up is the step itself, and nothing is computed in a capture."""
+    """A step that moves KV must not run twice: the first capture's warm-up is the step itself.
+
+    Nothing is computed in a capture.
+    """
     graphs = StepGraphs(DEVICE)
     cuda.run(graphs, "aaab")
     first, second = (
