@@ -62,15 +62,13 @@ def make_step(
     batch = batch_arrays(
         token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),
         num_tokens=np.array(contexts, np.int64),
-        num_prompt_tokens=np.ones(num_tables, np.int64),
         page_table=page_table,
+        num_prompt_tokens=np.ones(num_tables, np.int64),
         rng_keys=np.zeros(num_tables, np.uint64),
         temperatures=np.zeros(num_tables, np.float32),
     )
     prefill = [
-        PrefillChunk(
-            token_ids=random.integers(61, size=count).astype(np.int32), start=start, page_ids=page_table[table]
-        )
+        PrefillChunk(random.integers(61, size=count).astype(np.int32), start, page_table[table])
         for table, (start, count) in enumerate(chunks, len(contexts))
     ]
     fill_inputs(inputs, batch, np.arange(len(contexts)), trees, prefill, page_size)
@@ -90,16 +88,8 @@ def make_cache(
     device: str = KERNEL_DEVICE,
 ) -> KVCache:
     """Pages of random numbers."""
-    cache = KVCache(
-        num_layers=num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-        token_major=token_major,
-    )
+    sizes = {"num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    cache = KVCache(num_layers=num_layers, **sizes, dtype=dtype, device=device, token_major=token_major)
     generator = torch.Generator().manual_seed(num_pages)
     for pages in (cache.key_pages, cache.value_pages):
         pages.copy_(torch.randn(pages.shape, generator=generator))

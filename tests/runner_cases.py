@@ -129,7 +129,7 @@ def prefill(runner: Runner, batch: Batch, slots: Int64Array, chunk_tokens: int) 
 
 PAGE_SIZE = 4
 MAX_TOKENS = 48
-MAX_NODES = 40
+MAX_NODES = 33  # their bits fill more than a word
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
 
 RunnerFactory = Callable[[Transformer], Runner]

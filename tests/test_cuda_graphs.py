@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class FakeCuda:
 
     def run(self, graphs: StepGraphs, steps: str, **options: Any) -> list[bool]:
         """What `StepGraphs.run` says to each step."""
-        return [graphs.run(step, lambda step=step: self.compute(step), **options) for step in steps]
+        return [graphs.run(step, partial(self.compute, step), **options) for step in steps]
 
     def compute(self, step: str) -> None:
         self.num_left -= 1

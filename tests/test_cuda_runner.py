@@ -14,9 +14,9 @@ from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_
 from srtrl.engine import cuda_runner as cuda_runner_module
 from srtrl.engine import engine as engine_module
 from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
+from srtrl.engine.cuda_shapes import MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
 from srtrl.engine.engine import make_runner
-from srtrl.engine.rows import StepSize
+from srtrl.engine.rows import StepShape, StepSize
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
@@ -33,9 +33,8 @@ PLANNER = ShapePlanner(
 
 
 def size_of(*rows_per_sequence: int, num_sampled: int | None = None, max_keys: int = 100) -> StepSize:
-    rows = np.array(rows_per_sequence, np.int64)
+    rows, num_keys = np.array(rows_per_sequence, np.int64), np.full(len(rows_per_sequence), max_keys)
     sampled = int(rows.sum()) if num_sampled is None else num_sampled
-    num_keys = np.full(len(rows), max_keys)
     return StepSize(rows_per_sequence=rows, num_keys=num_keys, num_sampled=sampled, page_size=16)
 
 
@@ -127,34 +126,28 @@ def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
     assert not has_graph()
 
 
-def test_larger_steps_than_graphs_are_for_are_never_captured() -> None:
-    runner, samples = graphed_samples()
-    for _ in range(3):
-        assert runner.time_step(MAX_GRAPH_ROWS + 100, 9, 100) > 0
-    assert len(runner._graphs) == 0
-    samples.prefill()
-    samples.check_step()
-
-
-def test_views_of_the_steps_used_most_recently_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that were used most recently; larger steps than graphs are for are never captured."""
     monkeypatch.setattr(cuda_runner_module, "MAX_STEPS", 2)
+    monkeypatch.setattr(cuda_runner_module, "MAX_GRAPH_ROWS", 8)
     runner, samples = graphed_samples()
-    for num_rows in (1, 8, 1, 16):
+    for num_rows in (1, 8, 1, 16, 16, 16):
         assert runner.time_step(num_rows, 9, 1) > 0
     assert [shape.num_rows for shape in runner._steps] == [1, 16]
+    assert {key.num_rows for key in runner._graphs._graphs if isinstance(key, StepShape)} == {1, 8}
     samples.prefill()
     samples.check_step()
 
 
-@pytest.mark.parametrize("is_filtered", [False, True])
-def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_filtered: bool) -> None:
+def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner_module, "LOGITS_AT_ONCE", 4)
     monkeypatch.setattr(cuda_runner_module, "FILTERED_AT_ONCE", 3)
     runner = cuda_runner(runner_policy())
     samples = Samples(runner, runner.model)
     samples.prefill()
-    keep_all = RowFilters(top_k=np.zeros(9, np.int64), top_p=np.ones(9)) if is_filtered else None
-    samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [4, 0, 2]), filters=keep_all)
+    keep_all = RowFilters(top_k=np.zeros(6, np.int64), top_p=np.ones(6))
+    for filters in (None, keep_all):
+        samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [3, 0, 0]), filters=filters)
 
 
 def test_a_missing_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

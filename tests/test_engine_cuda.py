@@ -63,7 +63,7 @@ def assert_same_text(found: Completions, expected: Completions) -> None:
 
 
 def test_tokens_are_those_of_the_cpu_path_with_any_drafts() -> None:
-    requests, policy = cuda_requests(num_samples=3, temperature=0.8), runner_policy()
+    requests, policy = cuda_requests(temperature=0.8), runner_policy()
     expected = sequential(requests)
     assert len({tuple(c.token_ids) for c in expected.values()}) > len(expected) // 2
     cases: list[tuple[int, int, int | None, float | None]] = [

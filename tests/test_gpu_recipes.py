@@ -22,19 +22,6 @@ from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import save_policy
 from srtrl.trainer.memory import DEFAULT_GPU_GIB, MAX_SHARE, find_config
 
-COLUMNS = [
-    "tokens/response",
-    "time/rollout",
-    "time/reference",
-    "time/update",
-    "time/update_tokens_per_second",
-    "time/compile",
-    "memory/peak_gib",
-    "logprob_difference/mean",
-    "logprob_difference/max",
-    "logprob_difference/kl",
-]
-
 
 def two_steps(
     folder: Path, recipe_name: str, mean_tokens: int, *changes: str, shape: str | None = None
@@ -48,25 +35,15 @@ def two_steps(
     save_policy(folder / "model", model=init_model(config, 0, torch.bfloat16, "cpu"), tokenizer=tokenizer, end_ids=ends)
     rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
     (folder / "prompts.jsonl").write_text("\n".join(rows))
-    recipe = load_recipe(
-        file,
-        [
-            f"output_dir={folder}",
-            f"model.path={folder / 'model'}",
-            f"task={{name: prompts, options: {{train: {{files: [{folder / 'prompts.jsonl'}]}}}}}}",
-            "rewards=[{name: 'tiny_run:digits'}]",
-            "log.trackers=[]",
-            "eval={before_and_after: false}",
-            "train.num_steps=2",
-            "train.warmup_steps=0",
-            *changes,
-        ],
-    )
-    train(recipe)
+    task = f"task={{name: prompts, options: {{train: {{files: [{folder / 'prompts.jsonl'}]}}}}}}"
+    places = [f"output_dir={folder}", f"model.path={folder / 'model'}", task, "rewards=[{name: 'tiny_run:digits'}]"]
+    short = ["log.trackers=[]", "eval={before_and_after: false}", "train.num_steps=2", "train.warmup_steps=0"]
+    train(load_recipe(file, [*places, *short, *changes]))
     steps = read_metrics(folder / recipe_name / "metrics.jsonl")[-2:]
     print(f"\n{recipe_name}, {shape or path}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}")
-    for name in COLUMNS:
-        print(f"{name:32}", *(f"{step[name]:12.5g}" for step in steps if name in step))
+    for name in steps[-1]:
+        if name.startswith(("tokens/", "time/", "memory/", "logprob_difference/")):
+            print(f"{name:32}", *(f"{step[name]:12.5g}" for step in steps if name in step))
     return steps
 
 

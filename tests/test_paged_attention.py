@@ -12,7 +12,7 @@ from srtrl.model.paged_attention import PagedPlan, ReferencePlan
 PAGE_SIZE = 4
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(
     sequences=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 40)), min_size=1, max_size=4),
     chunk=st.tuples(st.integers(0, 30), st.integers(1, 5)),

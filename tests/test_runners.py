@@ -16,6 +16,7 @@ from runner_cases import (
     random_trees,
     runner_options,
     runner_policy,
+    use_reference,
 )
 
 from srtrl.engine.cpu_runner import CpuRunner
@@ -29,31 +30,25 @@ def by_kernels(policy: Transformer) -> Runner:
     return cuda_runner(policy)
 
 
+def by_steps(policy: Transformer) -> Runner:
+    """The CUDA runner, on a CPU with steps in plain PyTorch: where no kernel matters."""
+    return cuda_runner(policy) if KERNEL_DEVICE == "cuda" else use_reference(cuda_runner(policy))
+
+
 def on_the_cpu(policy: Transformer) -> Runner:
     """The CPU runner."""
     return CpuRunner(policy.cpu(), runner_options())
 
 
-RUNNERS: dict[str, RunnerFactory] = {"cpu": on_the_cpu}
-if find_spec("triton") is not None:
-    RUNNERS["interpreter" if KERNEL_DEVICE == "cpu" else "gpu"] = by_kernels
+HAS_TRITON = find_spec("triton") is not None
+KERNELS = pytest.mark.parametrize("make_runner", [on_the_cpu, *([by_kernels] if HAS_TRITON else [])])
+RUNNERS = pytest.mark.parametrize("make_runner", [on_the_cpu, *([by_steps] if HAS_TRITON else [])])
 
 
-@pytest.fixture(params=list(RUNNERS))
-def make_runner(request: pytest.FixtureRequest) -> RunnerFactory:
-    return RUNNERS[request.param]
-
-
-@pytest.fixture
-def policy() -> Transformer:
-    return runner_policy()
-
-
-def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
-    make_runner: RunnerFactory, policy: Transformer
-) -> None:
+@KERNELS
+def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(make_runner: RunnerFactory) -> None:
     """Prompts in chunks, beside a sample that decodes; trees of one and two words of bits; accepted paths."""
-    random = np.random.default_rng(0)
+    random, policy = np.random.default_rng(0), runner_policy()
     samples = Samples(make_runner(policy), policy)
     samples.check_step([0], chunks=[samples.chunk(1, 0, 5), samples.chunk(2, 0, 5)])
     samples.check_step([0], random_trees(random, [4]), [samples.chunk(1, 5, 8)])
@@ -65,7 +60,9 @@ def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
     samples.check_step([1])
 
 
-def test_top_k_and_top_p_decide_the_token_and_not_the_log_prob(make_runner: RunnerFactory, policy: Transformer) -> None:
+@RUNNERS
+def test_top_k_and_top_p_decide_the_token_and_not_the_log_prob(make_runner: RunnerFactory) -> None:
+    policy = runner_policy()
     samples = Samples(make_runner(policy), policy)
     samples.prefill()
     trees = random_trees(np.random.default_rng(0), [3, 0, 2])
@@ -81,7 +78,9 @@ def test_top_k_and_top_p_decide_the_token_and_not_the_log_prob(make_runner: Runn
     samples.check_step()
 
 
-def test_new_weights_are_decoded_with_and_broken_ones_show(make_runner: RunnerFactory, policy: Transformer) -> None:
+@RUNNERS
+def test_new_weights_are_decoded_with_and_broken_ones_show(make_runner: RunnerFactory) -> None:
+    policy = runner_policy()
     runner = make_runner(policy)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -98,9 +97,9 @@ def test_new_weights_are_decoded_with_and_broken_ones_show(make_runner: RunnerFa
         assert not np.isfinite(samples.step().logprobs).any()
 
 
-def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(
-    make_runner: RunnerFactory, policy: Transformer
-) -> None:
+@RUNNERS
+def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(make_runner: RunnerFactory) -> None:
+    policy = runner_policy()
     samples = Samples(runner := make_runner(policy), policy)
     assert page_bytes_of(policy, PAGE_SIZE) == 2 * 2 * PAGE_SIZE * 2 * 16 * 4
     edges = runner.row_edges(20)
@@ -117,10 +116,9 @@ def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(
     samples.check_step()
 
 
-def test_positions_are_copied_as_if_all_sources_were_read_first(
-    make_runner: RunnerFactory, policy: Transformer
-) -> None:
-    runner = make_runner(policy)
+@RUNNERS
+def test_positions_are_copied_as_if_all_sources_were_read_first(make_runner: RunnerFactory) -> None:
+    runner = make_runner(runner_policy())
     runner.allocate_pages(6)
     cache = runner.cache
     by_page = [cache.key_pages.permute(0, 1, 4, 2, 3), cache.value_pages.transpose(2, 3)]  # [layers, P, S, K, E]

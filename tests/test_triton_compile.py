@@ -49,6 +49,7 @@ The first has all kinds of steps, the others one with the highest blocks and wit
 
 FIRST, HOPPER = "qwen2.5-1.5b", 90
 
+<<<<<<< HEAD
 STEP = {
     "copy_": 2,
     "embedding": 1,
@@ -64,6 +65,11 @@ STEP = {
     "rank_blocks": 1,
     "finish_rows": 1,
 }
+=======
+OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_silu_rows")
+ONCE = ("embedding", "zeros", "move_kv_paths", "mm", "rank_blocks", "finish_rows")
+STEP = {"copy_": 2, "add_rms_norm_rows": 57, "linear": 112} | dict.fromkeys(OF_A_LAYER, 28) | dict.fromkeys(ONCE, 1)
+>>>>>>> 0c29a6f055aac1424ce29d149a1f278e0ca9436c
 """What a step of 64 sequences without drafts launches for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""
 
 DRAFT_TOKENS = 3
@@ -96,10 +102,10 @@ def main(everything: bool) -> None:
     from srtrl.drafters.draft_head import DraftHead
     from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
-    from srtrl.model import tree_attention
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.shapes import SHAPES
     from srtrl.model.transformer import Transformer
+    from srtrl.model.tree_attention import DeviceLimits, programs_per_device
 
     found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
     launches: Counter[str] = Counter()
@@ -145,14 +151,9 @@ def main(everything: bool) -> None:
                 int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK", "LOCAL")
             )
             lanes = options.get("BLOCK_M", 16)
-            planned = tree_attention.programs_per_device(
-                block_m=lanes,
-                head_dim=policy.config.head_dim,
-                dtype=policy.dtype,
-                device=tree_attention.DeviceLimits(
-                    num_multiprocessors=1, shared_bytes=1024 * SHARED_MEMORY[device.capability][1]
-                ),
-            )
+            limits = DeviceLimits(num_multiprocessors=1, shared_bytes=1024 * SHARED_MEMORY[device.capability][1])
+            sizes = {"block_m": lanes, "head_dim": policy.config.head_dim, "dtype": policy.dtype}
+            planned = programs_per_device(**sizes, device=limits)
             found[key] = {
                 "model": model,
                 "kernel": kernel.__name__,

@@ -63,7 +63,7 @@ def random_logits(num_rows: int, vocab_size: int, kind: str = "random", seed: in
     return logits
 
 
-@settings(deadline=None, max_examples=25 if KERNEL_DEVICE == "cpu" else 400)
+@settings(deadline=None)
 @given(
     vocab_size=st.sampled_from([1, 7, 320, 1500]) | st.integers(1, 700),
     kind=st.sampled_from(["random", "tied", "equal", "excluded"]),
@@ -86,37 +86,33 @@ def test_tokens_and_logprobs_are_those_of_the_definition(
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # NumPy, of the interpreter
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_has_a_logprob_that_is_not(broken: float) -> None:
-    logits = random_logits(3, 300)
-    if broken == -torch.inf:
-        logits[1] = broken
-    else:
-        logits[1, 250] = broken
+def test_a_row_that_is_not_finite_has_a_logprob_that_is_not() -> None:
+    logits = random_logits(4, 300)
+    logits[1, 250], logits[2, 250], logits[3] = torch.nan, torch.inf, -torch.inf
     tokens, logprobs = Rows(logits, 1.0).sample(block=128)
-    assert logprobs.isfinite().tolist() == [True, False, True]
-    assert 0 <= int(tokens[1]) < 300
+    assert logprobs.isfinite().tolist() == [True, False, False, False]
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 300
 
 
-def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
-    rows = Rows(random_logits(4, 700).bfloat16(), 1.3)
-    tokens, logprobs = rows.sample(block=256)
-    for row in range(4):
-        alone = rows.sample(block=256, rows=slice(row, row + 1))
-        assert torch.equal(torch.stack(alone)[:, 0], torch.stack((tokens, logprobs))[:, row])
-
-
-def test_a_row_that_is_part_of_a_wider_matrix() -> None:
-    wide = random_logits(3, 400).to(KERNEL_DEVICE)
-    part, whole = Rows(wide[:, :300], 1.0), Rows(wide[:, :300].contiguous(), 1.0)
-    part.logits = wide[:, :300]
-    assert part.logits.stride(0) == 400
-    assert torch.equal(torch.stack(part.sample()), torch.stack(whole.sample()))
+def test_bits_of_a_row_depend_on_no_other_row_and_not_on_where_it_lies() -> None:
+    wide = random_logits(3, 800).bfloat16().to(KERNEL_DEVICE)
+    part, whole = Rows(wide[:, :700], 1.3), Rows(wide[:, :700].contiguous(), 1.3)
+    part.logits = wide[:, :700]
+    assert part.logits.stride(0) == 800
+    found = torch.stack(whole.sample(block=256))
+    assert torch.equal(torch.stack(part.sample(block=256)), found)
+    for row in range(3):
+        assert torch.equal(torch.stack(whole.sample(block=256, rows=slice(row, row + 1)))[:, 0], found[:, row])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, of the interpreter
-@pytest.mark.parametrize(("num_listed", "block"), [(1, 16), (7, 64), (300, 64), (300, 512)])
-@pytest.mark.parametrize(("kind", "dtype"), [("random", torch.float32), ("tied", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("num_listed", "block", "kind", "dtype"),
+    [
+        *((1, 16, "random", torch.float32), (7, 64, "tied", torch.bfloat16)),
+        *((300, 64, "tied", torch.bfloat16), (300, 64, "random", torch.float32), (300, 512, "random", torch.float32)),
+    ],
+)
 def test_guesses_of_a_draft_head_are_those_of_the_cpu(
     num_listed: int, block: int, kind: str, dtype: torch.dtype
 ) -> None:

@@ -51,7 +51,7 @@ def random_heads(lengths: list[int], counts: tuple[int, int], dtype: torch.dtype
 
 
 @pytest.mark.usefixtures("_kernel")
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([(4, 2), (2, 2), (3, 1)]))
 def test_the_kernel_is_given_what_it_needs(lengths: list[int], counts: tuple[int, int]) -> None:
     q, k, v = random_heads(lengths, counts, torch.float64)
