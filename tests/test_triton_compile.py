@@ -49,27 +49,9 @@ The first has all kinds of steps, the others one with the highest blocks and wit
 
 FIRST, HOPPER = "qwen2.5-1.5b", 90
 
-<<<<<<< HEAD
-STEP = {
-    "copy_": 2,
-    "embedding": 1,
-    "zeros": 1,
-    "move_kv_paths": 1,
-    "add_rms_norm_rows": 57,
-    "linear": 112,
-    "rope_and_store_heads": 28,
-    "attend_tiles": 28,
-    "combine_splits": 28,
-    "gated_silu_rows": 28,
-    "mm": 1,
-    "rank_blocks": 1,
-    "finish_rows": 1,
-}
-=======
 OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_silu_rows")
 ONCE = ("embedding", "zeros", "move_kv_paths", "mm", "rank_blocks", "finish_rows")
 STEP = {"copy_": 2, "add_rms_norm_rows": 57, "linear": 112} | dict.fromkeys(OF_A_LAYER, 28) | dict.fromkeys(ONCE, 1)
->>>>>>> 0c29a6f055aac1424ce29d149a1f278e0ca9436c
 """What a step of 64 sequences without drafts launches for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""
 
 DRAFT_TOKENS = 3
