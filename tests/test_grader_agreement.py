@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_cases import run, write_rows
-from recipe_cases import MINIMAL
+from bench_cases import run
+from recipe_cases import recipe_text
 from task_cases import Rows
 
 from srtrl.evaluation.grader_check import check_grader
@@ -27,22 +27,20 @@ def check(*arguments: object) -> list[dict[str, Any]]:
     return reports
 
 
-@pytest.mark.parametrize(
-    "num_rows", [(6, 6, 6), pytest.param((1319, 500, 675), marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
-def test_the_grader_agrees_with_reference_solutions(shared_data: Path, num_rows: tuple[int, int, int]) -> None:
-    only = "gsm8k,math500,olympiadbench"
-    reports = check(
-        "--data-dir",
-        shared_data / "math",
-        "--only",
-        only,
-        f"eval.num_problems={max(num_rows)}",
-        "grading.num_workers=1",
-    )
-    for report, num, has_solutions in zip(reports, num_rows, (True, True, False), strict=True):
+FEW, ALL = {"gsm8k": 8, "olympiadbench": 8}, {"gsm8k": 1319, "math500": 500, "olympiadbench": 675}
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(("num_rows", "num_workers"), [(FEW, 1), pytest.param(ALL, 2, marks=SLOW)])
+def test_the_grader_agrees_with_reference_solutions(
+    shared_data: Path, num_rows: dict[str, int], num_workers: int
+) -> None:
+    sizes = f"eval.num_problems={max(num_rows.values())}", f"grading.num_workers={num_workers}"
+    reports = check("--data-dir", shared_data / "math", "--only", ",".join(num_rows), *sizes)
+    assert [report["name"] for report in reports] == list(num_rows)
+    for report, num in zip(reports, num_rows.values(), strict=True):
         assert report["num_rows"] == report["num_asked"]["boxed answer"] == num
-        assert report["num_asked"]["solution"] == (num if has_solutions else 0)
+        assert report["num_asked"]["solution"] == (0 if report["name"] == "olympiadbench" else num)
         assert report["num_asked"]["other solution"] >= 0.85 * num
         found = {(report["name"], one["prompt_id"], one["question"]) for one in report["disagreements"]}
         assert found <= KNOWN
@@ -83,13 +81,10 @@ def test_a_verifier_of_this_process_that_accepts_everything_is_found_out() -> No
 
 
 def test_a_recipe_s_task_is_checked_too(tmp_path: Path) -> None:
-    rows = [{"problem": f"{n}+1?", "answer": str(n + 1), "solution": f"\\boxed{{{n + 1}}}"} for n in range(5)]
-    file, recipe = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "recipe.yaml"
-    task = f"name: math\n  options: {{eval: {{files: ['{file}']}}}}"
-    recipe.write_text(MINIMAL.replace("name: arithmetic", task))
-    result = run("eval", "--check-grader", "--recipe", recipe, "eval.num_problems=4", "grading.num_workers=1")
+    (tmp_path / "recipe.yaml").write_text(recipe_text())
+    result = run("eval", "--check-grader", "--recipe", tmp_path / "recipe.yaml", "eval.num_problems=4")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.count("4 of 4") == 3
+    assert (result.stdout.count("4 of 4"), result.stdout.count("0 of 4")) == (2, 1)  # arithmetic's answers have no box
 
 
 def test_what_is_extracted_is_what_was_graded(shared_data: Path) -> None:

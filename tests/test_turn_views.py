@@ -48,7 +48,10 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_shows_conversations_and_nothing_in_them_is_markup(run: Path) -> None:
+def test_the_report_shows_conversations_and_nothing_in_them_is_markup(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("srtrl.report.charts.to_svg", lambda figure: "<svg></svg>")  # drawing takes seconds
     page = write_report(run).read_text(encoding="utf-8")
     assert page.count("alert(1)") == page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 0
     kinds = re.findall(r'<div class="turn (\w+)"><h4>([^<]*)</h4>', page)

@@ -137,7 +137,7 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
     page_size = data.draw(st.sampled_from([4, 1, 16]), "page size")
     spare_pages = data.draw(st.integers(0, 200), "spare pages") // page_size
     changes = {
-        "slots": data.draw(st.sampled_from([7, 2, 64]), "slots"),
+        "slots": data.draw(st.sampled_from([7, 1, 64]), "slots"),
         "page_size": page_size,
         "num_pages": -(-90 // page_size) + spare_pages,
         "prefill_chunk_tokens": data.draw(st.sampled_from([7, 1, 40]), "chunk"),
@@ -146,8 +146,8 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
     drafter = drafter_class(**known) if drafter_class else None
     engine = Engine(policy, turn_options(**changes), tokenizer=Letters(), drafter=drafter)
     requests = data.draw(st.permutations(turn_requests()), "order")[:5]
-    for delays in (np.random.default_rng(data.draw(st.integers(0, 99), "delays")), None):
-        # the second time drafters know all, and nothing of the first time is left in the engine
+    for seed in (1, 2):  # the second time drafters know all, and nothing of the first time is left in the engine
+        delays = np.random.default_rng(seed) if data.draw(st.sampled_from([True, False]), "delays") else None
         found = converse(engine, requests, delays)
         assert outputs(found) == outputs({key: truth[key] for key in found})
         assert all(one.extensions == truth[key].extensions for key, one in found.items())
