@@ -55,7 +55,7 @@ def expected(policy: Transformer) -> Outputs:
 def test_two_threads_give_the_bits_of_one_sample_at_a_time(dtype: torch.dtype, threads: int) -> None:
     """With few tokens: threads are slow for matrices as small as these. `test_engine_property.py` has one thread."""
     policy = tiny_policy(dtype)
-    requests = requests_for([PROMPTS[1], PROMPTS[3]], num_samples=2, max_new_tokens=8)
+    requests = requests_for([PROMPTS[1], PROMPTS[3]], num_samples=2, max_new_tokens=6)
     truth = sequential(policy, requests)
     assert len({tuple(c.token_ids) for c in truth.values()}) > len(truth) // 2
     engine = Engine(policy, options(slots=4, num_pages=5), drafter=FakeDrafter(truth, accuracy=0.7))

@@ -161,6 +161,7 @@ def test_rng_keys_are_64_bits_and_distinct() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None:
     """Over 200,000 sampled tokens of a real model: a token's place among its context's exact cumulative probabilities.
 

@@ -215,6 +215,7 @@ def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_million_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
     """No equality needed: outside deterministic mode, with drafts that are mostly wrong, the distribution is right."""
     num_samples, vocab_size, length, prompt = 1_000_000, 8, 3, (5, 3)
