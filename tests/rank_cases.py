@@ -27,8 +27,8 @@ from srtrl.ranks.processes import Ranks, open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 PRELOADED = """
-    rank_cases tiny_run srtrl.trainer.trainer accelerate hypothesis transformers.modeling_utils torch.optim
-    torch.distributed.fsdp torch.distributed.checkpoint
+    srtrl.trainer.trainer accelerate hypothesis pandas pyarrow.parquet scipy.stats pytest transformers.modeling_utils
+    torch.optim torch.distributed.fsdp torch.distributed.checkpoint
 """
 """Modules that each process would else import after its fork; one list for all tests that start processes."""
 CONTEXT.set_forkserver_preload(PRELOADED.split())

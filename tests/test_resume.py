@@ -50,10 +50,8 @@ def uninterrupted(finished: Callable[..., Path]) -> Path:
     return finished()
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [pytest.param(kill, marks=[] if kill == "between row and checkpoint" else pytest.mark.slow) for kill in KILLS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", KILLS)
 def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
     recipe = make_recipe(policy, tmp_path, **({"train__keep_checkpoints": 1} if kill == "in deletion" else {}))
     train_until_killed(recipe, partial(kill_at, kill))
