@@ -9,6 +9,7 @@ TOKENIZER ?= $(firstword $(wildcard ../shared/data/tokenizers/qwen2.5))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup quickstart train test test-slow check check-gpu-static bench bench-gpu clean
@@ -17,15 +18,31 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# A shell command whose output is shown only where it fails, and then as one line where the reason is a common one.
+or_why = output=$$($(1) 2>&1) || { \
+  case "$$output$$(df -Pk . | awk 'NR == 2 && $$4 < 65536 { print "No space left" }')" in \
+  *"No space left"*|*"Errno 28"*|*"quota exceeded"*) \
+    echo "no space left: srtrl and its packages take $(2) GB in $(VENV), and as much in $${TMPDIR:-/tmp} while they are installed; make room, or set TMPDIR, and repeat" ;; \
+  *Retrying*|*"name resolution"*|*onnection*|*"from versions: none"*) \
+    echo "no packages: pip does not reach its index, so this needs a network (or a mirror, PIP_INDEX_URL); repeat when it is there. pip says: $$(printf %s "$$output" | grep -o ERROR:.* | tail -n 1)" ;; \
+  *) printf '%s\n' "$$output" ;; \
+  esac >&2; exit 1; }
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable
+
 $(STAMP): pyproject.toml .ci/constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "srtrl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing srtrl and its packages into $(VENV): about a minute, once"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "srtrl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo not there). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "installing srtrl and its packages into $(VENV): a minute or two, once"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(call or_why,$(PYTHON) -m venv $(VENV),2); }
+	@$(call or_why,$(PIP_INSTALL) .,2)
 	@touch $@
 
-setup: $(STAMP) ## Make .venv with pinned versions (the other targets do this first)
+$(DEV_STAMP): $(STAMP)
+	@echo "installing what the tests use besides: a minute, once"
+	@$(call or_why,$(PIP_INSTALL) ".[dev]",4)
+	@touch $@
+
+setup: $(DEV_STAMP) ## Make .venv with pinned versions (the other targets do this first)
 
 quickstart: $(STAMP) ## Train the bundled policy on arithmetic, on the CPU, in minutes; then show its report
 	$(BIN)/srtrl train recipes/quickstart.yaml --overwrite $(ARGS)
@@ -34,13 +51,13 @@ quickstart: $(STAMP) ## Train the bundled policy on arithmetic, on the CPU, in m
 train: $(STAMP) ## Run a recipe: make train RECIPE=recipes/grpo_gsm8k.yaml ARGS="train.num_steps=20"
 	$(BIN)/srtrl train $(RECIPE) $(ARGS)
 
-test: $(STAMP) ## The tests that need neither network nor GPU
+test: $(DEV_STAMP) ## The tests that need neither network nor GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
-test-slow: $(STAMP) ## All tests that need no GPU, also those that take minutes, and 200 examples of each property
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "not gpu" --numprocesses 2 --dist loadgroup $(ARGS)
+test-slow: $(DEV_STAMP) ## All tests that need no GPU, also those that take minutes, and 200 examples of each property
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "not gpu" --timeout 400 --numprocesses 2 --dist loadgroup $(ARGS)
 
-check: $(STAMP) ## Lint, formatting and types
+check: $(DEV_STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -48,13 +65,13 @@ check: $(STAMP) ## Lint, formatting and types
 bench: $(STAMP) ## Measure the decoder
 	$(BIN)/srtrl bench rollout $(ARGS)
 
-check-gpu-static: $(STAMP) ## What can be checked of the CUDA path without a GPU; writes the table of its kernels
+check-gpu-static: $(DEV_STAMP) ## What can be checked of the CUDA path without a GPU; writes the table of its kernels
 	$(BIN)/python -m pytest -m "" tests/test_triton_compile.py
 	$(BIN)/python tests/test_triton_compile.py --write-docs docs/performance.md
 
-bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU, in nine minutes; writes docs/benchmarks.md
+bench-gpu: $(DEV_STAMP) ## Check and measure the CUDA path on one GPU, in nine minutes; writes docs/benchmarks.md
 	HYPOTHESIS_PROFILE=thorough TRACE=$(TRACE) TOKENIZER=$(TOKENIZER) $(BIN)/python docs/gpu_stages.py --write-docs docs/benchmarks.md $(ARGS)
 
 clean: ## Remove caches and build output (not runs)
-	rm -rf $(STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(STAMP) $(DEV_STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find srtrl tests -name __pycache__ -type d -exec rm -rf {} +

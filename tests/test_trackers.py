@@ -13,6 +13,7 @@ import pytest
 from accelerate.utils import LoggerType
 from tiny_run import make_recipe, train
 
+from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.run.trackers import start_trackers
 
@@ -86,3 +87,27 @@ def test_a_tracker_that_cannot_start_leaves_the_old_run_as_it_was(
             train(make_recipe(policy, tmp_path, **changes), **flags)
         assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before, flags
         assert not (tmp_path / "run.1").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("tensorboard", "pip install 'srtrl[tensorboard]'"), ("wandb", "pip install wandb")]
+)
+def test_a_tracker_that_is_not_installed_is_refused_at_once(
+    name: str, command: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    with pytest.raises(ValueError, match=r"log\.trackers") as caught:
+        check_recipe(make_recipe(policy, tmp_path, log__trackers=[name]))
+    assert str(caught.value).endswith(
+        f"{name} is not installed, or accelerate has no such tracker; available here: none; to install it: {command}"
+    )
+
+
+def test_tensorboard_gets_metrics_and_the_recipe(policy: Path, tmp_path: Path) -> None:
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+    result = train(make_recipe(policy, tmp_path, log__trackers=["tensorboard"], **SHORT))
+    [file] = (result.folder / "tensorboard").rglob("events.*")  # one run in its list, not a further one for the recipe
+    events = reader.EventAccumulator(str(file)).Reload()
+    [recipe] = events.Tensors("recipe/text_summary")
+    assert "    name: run\n" in recipe.tensor_proto.string_val[0].decode()
+    assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}

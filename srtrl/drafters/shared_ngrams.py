@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.suffix_automaton import NONE, START_TOKEN
+from srtrl.model.kernels import inlined, inner
 
 Table = npt.NDArray[np.int32]
 """[contexts, 2 + 2 x WAYS]: a mark that identifies the row's context, its total, and pairs of token and count."""
@@ -35,7 +36,7 @@ def make_table() -> Table:
     return np.zeros((NUM_CONTEXTS, ENTRIES + 2 * WAYS), np.int32)
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _row_of(table: Table, first: int, second: int) -> tuple[int, int]:
     """Row of a context, and its mark there (never 0): a hash by two rounds of multiplying and folding."""
     code = np.uint64(first + 3) << np.uint64(32) | np.uint64(second + 3)
@@ -45,10 +46,10 @@ def _row_of(table: Table, first: int, second: int) -> tuple[int, int]:
     return int(np.int64(code % np.uint64(len(table)))), int(np.int64(code >> np.uint64(33))) | 1
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def find_context(table: Table, first: int, second: int) -> int:
     """Row of a context of two tokens, or of the second (the first is `NO_TOKEN`); `NONE` if it is not in the table."""
-    row, mark = _row_of(table, first, second)
+    row, mark = _row_of(table, int(first), int(second))
     return row if table[row, MARK] == mark and table[row, TOTAL] > 0 else NONE
 
 
@@ -60,22 +61,25 @@ def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
         if token == START_TOKEN:  # another turn
             before_last, last = START_TOKEN, START_TOKEN
             continue
-        _count(table, before_last, last, token)
-        _count(table, NO_TOKEN, last, token)
+        for first in (before_last, NO_TOKEN):  # of one type: `_count` compiles once
+            _count(table, int(first), int(last), token)
         before_last, last = last, token
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _count(table: Table, first: int, second: int, token: int) -> None:
     """One more occurrence of a token after a context."""
     index, mark = _row_of(table, first, second)
     row = table[index]
     if row[MARK] != mark:
-        row[:] = 0  # it was another context's
+        for i in range(len(row)):
+            row[i] = 0  # it was another context's
         row[MARK] = mark
     if row[TOTAL] >= MAX_TOTAL:
-        row[ENTRIES + 1 :: 2] >>= 1
-        row[TOTAL] = row[ENTRIES + 1 :: 2].sum()
+        row[TOTAL] = 0
+        for entry in range(ENTRIES, len(row), 2):
+            row[entry + 1] >>= 1
+            row[TOTAL] += row[entry + 1]
     rarest = ENTRIES
     for entry in range(ENTRIES, len(row), 2):
         if row[entry] == token and row[entry + 1] > 0:

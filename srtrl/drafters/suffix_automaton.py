@@ -20,6 +20,8 @@ import numpy.typing as npt
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from srtrl.model.kernels import inlined, inner
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
@@ -96,7 +98,7 @@ def _address_to_pointer(typing_context: Any, address: Any) -> Any:
 _pointer: Any = intrinsic(_address_to_pointer)
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def open_memory(address: int, size: int) -> Int32Array:
     """View of the `size` int32 at an address; the owner of the array must outlive it."""
     return carray(_pointer(address), (size,), np.int32)
@@ -105,7 +107,7 @@ def open_memory(address: int, size: int) -> Int32Array:
 # --- Edges ------------------------------------------------------------------------------------------------------------
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def num_edges(memory: Int32Array, state: int) -> int:
     """Number of distinct tokens that follow a state's strings."""
     return int(memory[state + EDGES] >> CLASS_BITS)
@@ -119,7 +121,7 @@ def edges_end(memory: Int32Array, state: int) -> int:
     return int(memory[state + BLOCK] + EDGE * entries)
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _home(token: int, size_class: int) -> int:
     """Entry of a hash table where the search for a token begins: the high bits of a multiplicative hash."""
     return ((token * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - size_class)
@@ -147,7 +149,7 @@ def find_edge(memory: Int32Array, state: int, token: int) -> int:
         entry = (entry + 1) & mask
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _is_full(memory: Int32Array, state: int) -> bool:
     """Whether one more edge needs a larger block; hash tables are filled to three quarters."""
     size_class = memory[state + EDGES] & CLASS_MASK
@@ -155,7 +157,7 @@ def _is_full(memory: Int32Array, state: int) -> bool:
     return bool(num_edges(memory, state) == limit)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _allocate(memory: Int32Array, size_class: int) -> int:
     """Index of a block for 2**size_class edges; there is room."""
     block = memory[USED]
@@ -163,7 +165,7 @@ def _allocate(memory: Int32Array, size_class: int) -> int:
     return int(block)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _put_edge(memory: Int32Array, state: int, token: int, target: int, count: int) -> None:
     """Write an edge where it belongs in the state's block, which has a free entry, and increase their number."""
     size_class = memory[state + EDGES] & CLASS_MASK
@@ -181,7 +183,7 @@ def _put_edge(memory: Int32Array, state: int, token: int, target: int, count: in
     memory[state + EDGES] += 1 << CLASS_BITS
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _add_edge(memory: Int32Array, state: int, token: int, target: int) -> None:
     """Add an edge that is not there yet, followed once; a full block is replaced by one of twice the size."""
     if _is_full(memory, state):
@@ -203,7 +205,7 @@ def _add_edge(memory: Int32Array, state: int, token: int, target: int) -> None:
 # --- Insertion --------------------------------------------------------------------------------------------------------
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _new_state(memory: Int32Array, length: int) -> int:
     state = memory[USED]
     memory[USED] += RECORD
@@ -224,7 +226,7 @@ def format_memory(memory: Int32Array) -> None:
     _new_state(memory, 0)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _state_after(memory: Int32Array, parent: int, token: int, edge: int) -> int:
     """State whose longest string is that of `parent` and the token, whose edge is given.
 
@@ -254,7 +256,7 @@ def _state_after(memory: Int32Array, parent: int, token: int, edge: int) -> int:
     return clone
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _find_continued(memory: Int32Array, state: int, token: int) -> tuple[int, int, int, int]:
     """Search for earlier occurrences of a token that is to follow the text of `state`, before its insertion.
 
@@ -277,7 +279,7 @@ def _find_continued(memory: Int32Array, state: int, token: int) -> tuple[int, in
     return num_new, int(state), edge, needed + (EDGE << ((memory[memory[edge + TARGET] + EDGES] & CLASS_MASK) + 1))
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _insert_token(memory: Int32Array, last: int, token: int, num_new: int, parent: int, edge: int) -> int:
     """Insert a token after the text of the state `last`, there being room; returns the state of the longer text.
 
@@ -315,7 +317,7 @@ def locate(memory: Int32Array, state: int, match: int) -> int:
     return int(state)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begin: int) -> int:
     """Insert or follow `token_ids` from index `begin` on; returns the index of the first for which there is no room.
 

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, WAYS, Table, find_context
 from srtrl.drafters.suffix_automaton import (
     BEFORE_LAST,
@@ -53,6 +53,7 @@ from srtrl.drafters.trust import (
     make_trust,
 )
 from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.kernels import inlined, inner
 from srtrl.model.noise import hash_row, uniform_of
 
 Float32Array = npt.NDArray[np.float32]
@@ -136,7 +137,7 @@ class Children(NamedTuple):
     """By context, number of children with the context's own."""
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _make_children() -> Children:
     numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((2 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
     return Children(
@@ -144,7 +145,7 @@ def _make_children() -> Children:
     )
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _find_child(children: Children, num: int, token: int) -> int:
     """Index of the child with a token among the first `num`, else `num`."""
     i = 0
@@ -153,20 +154,20 @@ def _find_child(children: Children, num: int, token: int) -> int:
     return i
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _log_exponential(row: Row, token: int) -> float:
     """Log of the exponential variable -log(u) of a token: its Gumbel noise with the opposite sign."""
     return math.log(-math.log(uniform_of(row.key, token)))
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _add_child(children: Children, num: int, token: int, state: int, match: int) -> None:
     """Write a child without weight."""
     children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
     children.states[num], children.matches[num], children.noise[num] = state, match, NOT_YET
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _share_out(children: Children, context: int, num: int, row: Row, listed: int, cell: int, mass: float) -> None:
     """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
     shares, total = children.shares[context], float(listed)
@@ -185,7 +186,7 @@ def _share_out(children: Children, context: int, num: int, row: Row, listed: int
     children.cells[context], children.ends[context] = cell, num
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _blend_contexts(
     memory: Int32Array,
     state: int,
@@ -238,7 +239,7 @@ def _blend_contexts(
     return num, num_contexts, mass
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _add_shared(
     memory: Int32Array,
     shared: Table,
@@ -266,7 +267,8 @@ def _add_shared(
         part = total / (total + rule.distinct_weight * distinct) * (length / (length + rule.match_weight))
         part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
         shares, listed = children.shares[num_contexts], 0
-        shares[:num] = 0.0
+        for i in range(num):
+            shares[i] = 0.0
         for way in range(WAYS):
             token, count = shared[entries, ENTRIES + 2 * way], shared[entries, ENTRIES + 2 * way + 1]
             i = _find_child(children, num, token)
@@ -285,7 +287,7 @@ def _add_shared(
     return num, num_contexts
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def _row_at(noise: Noise, trust: Trust, slot: int, depth: int) -> Row:
     """The row of a slot's sample this many tokens after its next one."""
     if slot < len(noise.is_known) and noise.is_known[slot]:
@@ -293,7 +295,7 @@ def _row_at(noise: Noise, trust: Trust, slot: int, depth: int) -> Row:
     return Row(np.uint64(0), False, 0.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _grow(
     memory: Int32Array,
     cursor: Int32Array,
@@ -344,34 +346,34 @@ def _grow(
 def _draft_rows(
     cursors: Cursors,
     slots: Int64Array,
-    max_nodes: Int64Array,
+    rooms: Int64Array,
     rule: Rule,
     trust: Trust,
     noise: Noise,
     min_score: float,
     shared: Table,
-) -> tuple[Int32Array, Int32Array, Float32Array, Int64Array]:
-    """Draft for the cursors of some slots, in parallel; returns the fields of `DraftTrees`."""
-    rooms = np.zeros(len(slots) + 1, np.int64)
-    rooms[1:] = max_nodes.cumsum()
-    token_ids = np.empty(rooms[-1], np.int32)
-    parents = np.empty(rooms[-1], np.int32)
-    scores = np.empty(rooms[-1], np.float32)
-    offsets = np.zeros(len(slots) + 1, np.int64)
+    token_ids: Int32Array,
+    parents: Int32Array,
+    scores: Float32Array,
+    sizes: Int64Array,
+) -> None:
+    """Draft for the cursors of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`."""
     for row in numba.prange(len(slots)):
-        slot, room = slots[row], slice(rooms[row], rooms[row + 1])
+        slot, begin, end = slots[row], rooms[row], rooms[row + 1]
         memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-        tree = token_ids[room], parents[room], scores[room]
-        offsets[row + 1] = _grow(memory, cursors.rows[slot], rule, trust, noise, slot, min_score, shared, *tree)
-    for row in range(len(slots)):  # each tree follows the one before
-        begin, end, size = rooms[row], offsets[row], offsets[row + 1]
-        for node in range(size):
-            token_ids[end + node] = token_ids[begin + node]
-            parents[end + node] = parents[begin + node]
-            scores[end + node] = scores[begin + node]
-        offsets[row + 1] += end
-    num = offsets[-1]
-    return token_ids[:num].copy(), parents[:num].copy(), scores[:num].copy(), offsets
+        sizes[row] = _grow(
+            memory,
+            cursors.rows[slot],
+            rule,
+            trust,
+            noise,
+            slot,
+            min_score,
+            shared,
+            token_ids[begin:end],
+            parents[begin:end],
+            scores[begin:end],
+        )
 
 
 def draft_trees(
@@ -399,13 +401,17 @@ def draft_trees(
     if not len(slots):
         return DraftTrees.empty(0)
     use_kernel_threads(len(slots) * WORK_PER_ROW)
-    token_ids, parents, scores, offsets = _draft_rows(
-        cursors, slots, max_nodes, rule, trust, noise, max(min_score, SMALLEST_SCORE), shared
-    )
+    rooms = np.concatenate([[0], max_nodes.cumsum()])
+    arrays = [np.empty(rooms[-1], dtype) for dtype in (np.int32, np.int32, np.float32)]
+    sizes = np.empty(len(slots), np.int64)
+    _draft_rows(cursors, slots, rooms, rule, trust, noise, max(min_score, SMALLEST_SCORE), shared, *arrays, sizes)
+    nodes = ranges(rooms[:-1], sizes)
+    token_ids, parents, scores = (array[nodes] for array in arrays)
+    offsets = np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, child: int) -> None:
     """Learn from the child that was sampled; one that is not among them was decided by none of the contexts."""
     left = 1.0

@@ -12,11 +12,11 @@ Drafts depend on what was learned here, tokens never do.
 import json
 from pathlib import Path
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from srtrl.metrics import write_atomic
+from srtrl.model.kernels import inlined, inner
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -45,7 +45,7 @@ def make_trust() -> Trust:
     return trust
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def cell_of(occurrences: int, length: int) -> int:
     """Row of a context in a trie: 1, 2, 4 or 8 and more occurrences; lengths of 1, 2, 4, 8 or 16 and more tokens."""
     row = (occurrences >= 2) + (occurrences >= 4) + (occurrences >= 8)
@@ -53,22 +53,23 @@ def cell_of(occurrences: int, length: int) -> int:
     return int(5 * row + column)
 
 
-@numba.njit(cache=True, nogil=True, forceinline=True)
+@inlined
 def blend_trust(trust: Trust, cell: int, formula: float) -> float:
     """The chance that a context decides the next token."""
     return float((FORMULA_WEIGHT * formula + trust[cell, DECIDED]) / (FORMULA_WEIGHT + trust[cell, REACHED]))
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def learn_trust(trust: Trust, cell: int, reached: float, decided: float) -> None:
     """A context was reached with this weight, and has decided the token with that one."""
     trust[cell, REACHED] += reached
     trust[cell, DECIDED] += decided
     if trust[cell, REACHED] > MAX_REACHED:
-        trust[cell] /= 2
+        trust[cell, REACHED] /= 2
+        trust[cell, DECIDED] /= 2
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def learn_noise(trust: Trust, gradient: float, information: float) -> None:
     """Gradient of a token's log-likelihood by the exponent of the noise, and the information in it."""
     trust[NOISE, INFORMATION] += information

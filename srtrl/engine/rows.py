@@ -264,7 +264,8 @@ def _fill_decode_rows(
             out.kv_indices[row] = batch.page_table[slot, position // page_size] * page_size + position % page_size
             out.context_lengths[row] = root_position + 1
             out.row_tables[row] = b
-            out.ancestors[row] = 0
+            for word in range(out.ancestors.shape[1]):  # assigning rows takes Numba two seconds more to compile
+                out.ancestors[row, word] = 0
             if node < 0:
                 out.token_ids[row] = batch.token_ids[slot, root_position]
                 out.positions[row] = root_position
@@ -274,7 +275,8 @@ def _fill_decode_rows(
                 out.token_ids[row] = node_tokens[offsets[b] + node]
                 out.positions[row] = out.positions[above] + 1
                 if parent != ROOT:
-                    out.ancestors[row] = out.ancestors[above]
+                    for word in range(out.ancestors.shape[1]):
+                        out.ancestors[row, word] = out.ancestors[above, word]
                 # The sign bit is the 32nd: a shift in int64 wraps into int32 as the bits demand.
                 out.ancestors[row, node // BITS_PER_WORD] |= np.int32(np.int64(1) << np.int64(node % BITS_PER_WORD))
             out.sample_positions[row] = out.positions[row] + 1 - batch.num_prompt_tokens[slot]

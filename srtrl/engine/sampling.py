@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.kernels import inner
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2, hash_row, uniform_of
 from srtrl.model.vector_exp import exp_parts
 from srtrl.types import Purpose
@@ -171,20 +172,12 @@ def _race(scaled: Array, weights: Array, best: int, row_key: np.uint64) -> int:
     return winner
 
 
-@numba.njit(nogil=True)
-def _make_scratch(vocab_size: int) -> tuple[Array, Array, Array]:
-    """Room for one row at a time: scaled logits, weights and bits of powers, a multiple of `NUM_LANES` long."""
-    padded = (vocab_size + NUM_LANES - 1) // NUM_LANES * NUM_LANES
-    return np.empty(padded, np.float32), np.zeros(padded, np.float32), np.empty(padded, np.int32)
-
-
-@numba.njit(nogil=True)
-def _sample_row(
-    logits: Array, temperature: np.float32, rng_key: np.uint64, position: int, scratch: tuple[Array, Array, Array]
-) -> tuple[int, np.float32]:
+@inner
+def _sample_row(logits: Array, temperature: np.float32, rng_key: np.uint64, position: int) -> tuple[int, np.float32]:
     """Sample a token of one row; see `sample_rows_on_cpu`. Returns the token and its log-prob."""
     vocab_size = len(logits)
-    scaled, weights, powers = scratch
+    padded = (vocab_size + NUM_LANES - 1) // NUM_LANES * NUM_LANES
+    scaled, weights, powers = np.empty(padded, np.float32), np.zeros(padded, np.float32), np.empty(padded, np.int32)
     divisor = temperature if temperature > 0 else np.float32(1)
     for v in range(vocab_size):
         scaled[v] = logits[v] / divisor
@@ -213,5 +206,4 @@ def _sample_rows(
     logits: Array, temperatures: Array, rng_keys: Array, positions: Array, token_ids: Array, logprobs: Array
 ) -> None:
     for n in numba.prange(len(logits)):
-        scratch = _make_scratch(logits.shape[1])
-        token_ids[n], logprobs[n] = _sample_row(logits[n], temperatures[n], rng_keys[n], positions[n], scratch)
+        token_ids[n], logprobs[n] = _sample_row(logits[n], temperatures[n], rng_keys[n], positions[n])

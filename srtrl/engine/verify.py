@@ -18,6 +18,7 @@ from srtrl.engine.batch import Batch
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.stopping import StopFinder
+from srtrl.model.kernels import inner
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +127,7 @@ def _follow_trees(
         finish[b] = reason
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _finish_reason(token: int, logprob: float, num_tokens: int, max_tokens: int, end_tokens: Array) -> int:
     """Whether a sample ends with this token, and why."""
     if not np.isfinite(logprob):
@@ -137,7 +138,7 @@ def _finish_reason(token: int, logprob: float, num_tokens: int, max_tokens: int,
     return MAX_LENGTH if num_tokens == max_tokens else RUNNING
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _child(node: int, token: int, node_tokens: Array, parents: Array, begin: int, end: int) -> int:
     """The child of `node` (in the tree from `begin` to `end`) that carries `token`; `ROOT` where there is none."""
     for child in range(begin + node + 1, end):  # parents come before their children

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import varlen
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -93,6 +92,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
     Raises:
         ValueError: see `check_packed_attention`.
     """
+    from torch.nn.attention import varlen  # it brings torch's compiler: seconds
+
     check_packed_attention(v.device, v.dtype, v.shape[-1])
     if not _takes_shared_heads(varlen.varlen_attn):
         k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [T, H, E]

@@ -1,17 +1,23 @@
 """Hugging Face configs in: `transformers` reads them, in the layout of its version 5 and in older ones.
 
-What srtrl's transformer computes becomes a `ModelConfig`, everything else is refused by name.
+What srtrl's transformer computes becomes a `ModelConfig`, everything else is refused by name. The configs of
+`transformers` take two seconds to import; a plain Llama's, such as that of the bundled policy, is read without them.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from transformers import AutoConfig, PreTrainedConfig
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from srtrl.model.transformer import ModelConfig, ModelType, RopeConfig
 from srtrl.resolve import Caught
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -38,6 +44,10 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
     model_type: Any = hf_config.get("model_type")
     if model_type not in get_args(ModelType):
         raise ValueError(f"{source}: model_type is {model_type!r}; supported: {', '.join(get_args(ModelType))}")
+    if (plain := _read_plain(hf_config)) is not None:
+        return plain
+    from transformers import AutoConfig
+
     with Caught() as caught:
         config = AutoConfig.for_model(**deepcopy(dict(hf_config)))
     if caught.error is not None:
@@ -64,6 +74,52 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
         output_bias=attention_bias,
         mlp_bias=getattr(config, "mlp_bias", False),
         qk_norm=model_type == "qwen3",
+        hf_config=dict(hf_config),
+    )
+
+
+class _PlainLlama(BaseModel):
+    """A config that leaves nothing to interpret: no other fields than these, of these types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model_type: Literal["llama"]
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat
+    rope_theta: PositiveFloat = 10_000.0
+    tie_word_embeddings: bool
+    # Of no effect here.
+    architectures: list[str] | None = None
+    bos_token_id: int | None = None
+    dtype: str | None = None
+    eos_token_id: int | None = None
+    hidden_act: Literal["silu"] = "silu"
+    pad_token_id: int | None = None
+
+
+def _read_plain(hf_config: Mapping[str, Any]) -> ModelConfig | None:
+    """The shape of a plain Llama; None where `transformers` has to read the config."""
+    try:
+        config = _PlainLlama.model_validate(dict(hf_config))
+    except ValidationError:
+        return None
+    head_dim, rest = divmod(config.hidden_size, config.num_attention_heads)
+    if rest or head_dim % 2 or config.num_attention_heads % config.num_key_value_heads:
+        return None
+    return ModelConfig(
+        **config.model_dump(include=set(_PlainLlama.model_fields) & {field.name for field in fields(ModelConfig)}),
+        head_dim=head_dim,
+        rope=RopeConfig(rope_theta=config.rope_theta),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
         hf_config=dict(hf_config),
     )
 

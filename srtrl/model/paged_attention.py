@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.kernels import inner
 from srtrl.model.vector_exp import exp_parts
 
 Array = npt.NDArray[Any]
@@ -190,6 +191,7 @@ class PagedPlan:
         write_kv(k_rows, v_rows, self._kv_indices, keys, values)
         use_kernel_threads(2 * int(self._contexts.sum()) * q.shape[1] * q.shape[2])
         out = torch.zeros(q.shape)
+        longest = int(self._contexts.max() + np.diff(self._branch_starts).max())
         attend_paged(
             q_rows,
             keys,
@@ -200,6 +202,7 @@ class PagedPlan:
             self._branches,
             self._branch_starts,
             np.float32(q.shape[-1] ** -0.5),
+            longest,
             out.numpy(),
         )
         return out.to(q.dtype)
@@ -230,6 +233,7 @@ def attend_paged(
     branches: Array,
     branch_starts: Array,
     scale: np.float32,
+    longest: int,
     out: Array,
 ) -> None:
     """Attention of each row to its committed context and its branch of the draft tree.
@@ -244,33 +248,49 @@ def attend_paged(
         branches: KV indices of the draft nodes that the rows see, row by row, each row's by depth.
         branch_starts: [N + 1], where in `branches` those of a row begin.
         scale: Factor of the scores.
+        longest: No row sees more keys.
         out: [N, H, E] float32, written.
     """
-    num_rows, num_heads, width = q.shape
-    num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
-    group = num_heads // num_kv_heads
-    longest = np.max(context_lengths) + np.max(branch_starts[1:] - branch_starts[:-1]) + page_size + NUM_LANES
-    for task in numba.prange(num_rows * num_kv_heads):
-        n, head = task // num_kv_heads, task % num_kv_heads
-        context = context_lengths[n]
-        if context > 0:
-            pages = page_tables[row_tables[n]]
+    for n in numba.prange(len(q)):
+        if context_lengths[n] > 0:
             branch = branches[branch_starts[n] : branch_starts[n + 1]]
-            queries = np.empty((group, width), np.float32)
-            for g in range(group):
-                for e in range(width):
-                    queries[g, e] = q[n, head * group + g, e] * scale
-            scores = np.empty((group, longest), np.float32)
-            powers = np.empty(longest, np.int32)
-            sums = np.zeros((group, width), np.float32)
-            _score_keys(queries, key_pages, head, pages, context, branch, scores)
-            inverse = np.empty(group, np.float32)
-            for g in range(group):
-                inverse[g] = np.float32(1) / _softmax(scores[g], powers, context + len(branch))
-            _sum_values(scores, value_pages, head, pages, context, branch, sums)
-            for g in range(group):
-                for e in range(width):
-                    out[n, head * group + g, e] = sums[g, e] * inverse[g]
+            pages = page_tables[row_tables[n]]
+            _attend_row(q[n], key_pages, value_pages, pages, context_lengths[n], branch, scale, longest, out[n])
+
+
+@inner
+def _attend_row(
+    q: Array,
+    key_pages: Array,
+    value_pages: Array,
+    pages: Array,
+    context: int,
+    branch: Array,
+    scale: np.float32,
+    longest: int,
+    out: Array,
+) -> None:
+    """Attention of one row, see `attend_paged`: in a parallel function this would take twice as long to compile."""
+    num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
+    group, width = q.shape[0] // num_kv_heads, q.shape[1]
+    room = longest + page_size + NUM_LANES
+    queries = np.empty((group, width), np.float32)
+    scores = np.empty((group, room), np.float32)
+    powers = np.empty(room, np.int32)
+    sums = np.empty((group, width), np.float32)
+    inverse = np.empty(group, np.float32)
+    for head in range(num_kv_heads):
+        for g in range(group):
+            for e in range(width):
+                queries[g, e] = q[head * group + g, e] * scale
+                sums[g, e] = 0
+        _score_keys(queries, key_pages, head, pages, context, branch, scores)
+        for g in range(group):
+            inverse[g] = np.float32(1) / _softmax(scores[g], powers, context + len(branch))
+        _sum_values(scores, value_pages, head, pages, context, branch, sums)
+        for g in range(group):
+            for e in range(width):
+                out[head * group + g, e] = sums[g, e] * inverse[g]
 
 
 @numba.njit(inline="always")

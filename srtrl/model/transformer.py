@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan
@@ -148,6 +147,16 @@ def silu(gate: Tensor) -> Tensor:
     return torch.cat([functional.silu(rows) for rows in torch.split(gate, num_rows)])
 
 
+class Linear(nn.Linear):
+    """A linear layer with uninitialised weights; no random state is moved.
+
+    What `torch.nn.utils.skip_init` makes, without the import of SymPy, a second, that follows from it.
+    """
+
+    def reset_parameters(self) -> None:
+        """Leave them as they are."""
+
+
 class Layer(nn.Module):
     """One decoder layer: attention and gated MLP, each after a norm and with a residual connection."""
 
@@ -161,11 +170,8 @@ class Layer(nn.Module):
         def vector(length: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(length, dtype=dtype, device=device))
 
-        def linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:  # no random state is moved
-            layer: nn.Linear = skip_init(  # type: ignore[no-untyped-call]
-                nn.Linear, in_features, out_features, bias=bias, dtype=dtype, device=device
-            )
-            return layer
+        def linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
+            return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
 
         num_all_heads = self.num_heads + 2 * self.num_kv_heads
         self.attention_norm = vector(config.hidden_size)

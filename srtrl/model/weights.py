@@ -1,22 +1,26 @@
 """Models, adapters and tokenizers in and out, in the Hugging Face layout; `transformers` and `peft` load them."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
 from srtrl.resolve import Caught
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -144,8 +148,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not has_tokenizer(folder):  # transformers would make an empty tokenizer
         raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
     with Caught() as caught:  # damaged files raise anything
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        if _has_plain_tokenizer(folder):
+            from transformers import TokenizersBackend as TokenizerClass
+        else:
+            from transformers import AutoTokenizer as TokenizerClass
+
+        return cast("PreTrainedTokenizerBase", TokenizerClass.from_pretrained(folder, trust_remote_code=False))
     raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {caught.error}") from caught.error
+
+
+def _has_plain_tokenizer(folder: Path) -> bool:
+    """Whether `AutoTokenizer` would choose the class `TokenizersBackend`; to ask it takes two seconds of imports."""
+    config, tokenizer = (
+        _read_json(file) if (file := folder / name).is_file() else {}
+        for name in ("config.json", "tokenizer_config.json")
+    )
+    is_named = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
+    return is_named and (folder / "tokenizer.json").is_file() and config.get("model_type") == "llama"
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -207,7 +207,7 @@ class EvalSection(Section):
 class LogSection(Section):
     """Trackers and files."""
 
-    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    trackers: list[str] = Field(default_factory=list)
     """Trackers of accelerate, by name; `metrics.jsonl` is always written."""
     project: str = Field(default="srtrl", min_length=1)
     """Project of the trackers."""

@@ -111,8 +111,13 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id
 
     if not path.is_file():
         raise ValueError(f"{path}: expected a Parquet file, found a folder")
-    filters = None if prompt_id is None else [("prompt_id", "=", prompt_id)]
-    try:
-        return pyarrow.parquet.read_table(path, columns=columns, filters=filters, page_checksum_verification=True)
+    try:  # not `read_table`, which imports pandas where it is installed
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            if missing := {"prompt_id", *(columns or ())} - {*file.schema_arrow.names}:
+                raise pyarrow.ArrowInvalid(f"no column {', '.join(sorted(missing))}")
+            table = file.read(columns=columns)
+        if prompt_id is not None:
+            table = table.filter(pyarrow.array([name == prompt_id for name in table["prompt_id"].to_pylist()], "bool"))
+        return table
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot read these rollouts: {str(error).partition(chr(10))[0]}") from error

@@ -28,13 +28,17 @@ SAMPLE_COLUMNS = ("step", "prompt_id", "prompt", "text", "answer", "reward", "ad
 
 def check_trackers(log: LogSection) -> None:
     """Refuse trackers that accelerate would leave out without a word; `ValueError` names them."""
+    if not log.trackers:
+        return
     from accelerate.tracking import get_available_trackers
 
+    packages = {"tensorboard": "'srtrl[tensorboard]'"}
     available = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
     if missing := sorted(set(log.trackers) - available):
         raise ValueError(
             f"log.trackers: {', '.join(missing)} is not installed, or accelerate has no such tracker; available here: "
-            f"{', '.join(sorted(available)) or 'none'}"
+            f"{', '.join(sorted(available)) or 'none'}; to install it: "
+            f"pip install {' '.join(packages.get(name, name) for name in missing)}"
         )
 
 

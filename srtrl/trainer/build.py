@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,14 +227,12 @@ def number_of_slots(
         recipe: As for `build_engine`, like `model`, `num_samples` and `reserved_bytes`.
         model: The policy.
         free: Memory of the CUDA device that new tensors could take, in bytes; None on a CPU.
-        num_samples: The maximum.
+        num_samples: The maximum: more slots would never be used.
         reserved_bytes: For the update.
     """
     rollout = recipe.rollout
-    if rollout.slots != "auto":
-        return rollout.slots
-    if free is None:
-        return CPU_SLOTS
+    if rollout.slots != "auto" or free is None:
+        return min(CPU_SLOTS if rollout.slots == "auto" else rollout.slots, num_samples or sys.maxsize)
     return choose_slots(
         kv_bytes(rollout.kv_memory_gib, free, reserved_bytes=reserved_bytes),
         page_bytes=page_bytes_of(model, PAGE_SIZE),

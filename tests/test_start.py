@@ -1,0 +1,190 @@
+"""Quick starts: what is read without the large modules of `transformers`, what is said first, and the installation."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from srtrl.cli import app
+from srtrl.model import hf_config
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.weights import _has_plain_tokenizer, load_tokenizer, locate
+from srtrl.recipe.file import build_recipe, read_source
+from srtrl.trainer.build import CPU_SLOTS, number_of_slots
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PLAIN: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+OTHERS: dict[str, Mapping[str, Any]] = {
+    "a family": {"model_type": "qwen3"},
+    "a bias": {"attention_bias": True},
+    "a rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "the newer layout": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+    "another width": {"head_dim": 8},
+    "several ends": {"eos_token_id": [1, 2]},
+    "an odd head": {"hidden_size": 20},
+    "an uneven head": {"hidden_size": 26},
+    "uneven groups": {"num_key_value_heads": 3},
+    "a text": {"rms_norm_eps": "1e-5"},
+    "a truth": {"num_hidden_layers": True},
+}
+"""What makes a config one for `transformers` to read, or to refuse."""
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope_theta": 500.0, "eos_token_id": 0, "dtype": "float32"}, {"vocab_size": 7}]
+)
+def test_a_plain_config_means_what_transformers_reads(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = PLAIN | changes
+    plain = hf_config._read_plain(fields)
+    assert plain == config_from_hf(fields)
+    monkeypatch.setattr(hf_config, "_read_plain", lambda fields: None)
+    assert plain == config_from_hf(fields)
+    assert plain is not None
+    assert plain.hf_config == fields
+
+
+def test_other_configs_are_left_to_transformers() -> None:
+    for what, changes in OTHERS.items():
+        assert hf_config._read_plain(PLAIN | changes) is None, what
+    for name in PLAIN:
+        assert hf_config._read_plain({key: value for key, value in PLAIN.items() if key != name}) is None, name
+
+
+def test_a_plain_tokenizer_is_that_of_auto_tokenizer(policy: Path) -> None:
+    for folder in (locate("bundled:tiny"), locate("bundled:tools"), policy):
+        assert _has_plain_tokenizer(folder), folder
+        quick, auto = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        assert type(quick) is type(auto)
+        assert quick.init_kwargs == auto.init_kwargs
+        assert quick.get_vocab() == auto.get_vocab()
+        assert quick.chat_template == auto.chat_template
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", '{"model_type": "qwen2"}'),
+        ("config.json", None),
+        ("tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "auto_map": {}}'),
+        ("tokenizer.json", None),
+    ],
+)
+def test_auto_tokenizer_chooses_for_others(file: str, text: str | None, tmp_path: Path) -> None:
+    shutil.copytree(locate("bundled:tiny"), tmp_path / "model")
+    changed = tmp_path / "model" / file
+    changed.unlink()
+    if text is not None:
+        changed.write_text(text)
+    assert not _has_plain_tokenizer(tmp_path / "model")
+
+
+def test_no_more_slots_than_samples() -> None:
+    recipe = build_recipe(read_source(Path("quickstart")))
+    auto = build_recipe(read_source(Path("quickstart"), ["rollout.slots=auto"]))
+    for samples, slots in ((None, CPU_SLOTS), (3, 3), (1000, CPU_SLOTS)):
+        for given in (recipe, auto):
+            assert number_of_slots(given, Mock(), None, num_samples=samples) == slots
+
+
+def test_train_says_what_it_does_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("srtrl.cli.build_checked", Mock(side_effect=KeyboardInterrupt))
+    result = CliRunner().invoke(app, ["train", "quickstart", "name=first", "train.num_steps=3"])
+    assert "quickstart.yaml: 3 steps into runs/first; loading torch" in result.stdout
+
+
+# --- Installation -----------------------------------------------------------------------------------------------------
+
+STUB = """#!/bin/sh
+case "$*" in
+  *"sys.exit(sys.version_info"*) exit {old} ;;
+  --version) echo Python 3.10.12 ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip --version") exit 0 ;;
+  "-m pip install"*) echo "$*" >> pip.log; echo '{output}' >&2; exit {failed} ;;
+esac
+"""
+"""Stands in for Python and for pip."""
+RETRIES = """WARNING: Retrying (Retry(total=0)) after connection broken by NewConnectionError(...): /simple/setuptools/
+      ERROR: Could not find a version that satisfies the requirement setuptools>=77 (from versions: none)
+      ERROR: No matching distribution found for setuptools>=77"""
+
+
+def make(
+    folder: Path, target: str, *, old: int = 0, output: str = "", failed: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Run make with a stand-in for Python, in a folder with what installation reads."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    (folder / ".ci").mkdir(exist_ok=True)
+    shutil.copy(REPOSITORY / ".ci" / "constraints.txt", folder / ".ci")
+    stub = folder / "python"
+    stub.write_text(STUB.format(old=old, output=output, failed=failed))
+    stub.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", target, f"PYTHON={stub}"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"old": 1}, "srtrl needs Python 3.11 or newer; .* is Python 3.10.12. Try: make PYTHON=python3.11 quickstart"),
+        ({"output": "ERROR: [Errno 28] No space left on device"}, "no space left: .* GB in .venv"),
+        (
+            {"output": RETRIES},
+            "no packages: .* needs a network .* pip says: ERROR: No matching distribution found for s",
+        ),
+    ],
+    ids=["old Python", "no space", "no network"],
+)
+def test_what_stops_an_installation_is_one_line(case: dict[str, Any], message: str, tmp_path: Path) -> None:
+    done = make(tmp_path, "quickstart", **case)
+    assert done.returncode != 0
+    [line, make_error] = done.stderr.splitlines()
+    assert re.match(message, line), line
+    assert make_error.startswith("make: ***")
+    assert not (tmp_path / ".venv" / ".installed").exists()
+
+
+def test_an_unknown_error_of_pip_is_shown_whole(tmp_path: Path) -> None:
+    done = make(tmp_path, "quickstart", output="something\nnew")
+    assert done.stderr.startswith("something\nnew\n")
+
+
+def test_quickstart_installs_no_packages_of_tests(tmp_path: Path) -> None:
+    done = make(tmp_path, "setup", failed=0)
+    assert done.returncode == 0, done.stderr
+    runtime, dev = (tmp_path / "pip.log").read_text().splitlines()
+    assert runtime.endswith("--editable .")
+    assert dev.endswith("--editable .[dev]")
+    planned = subprocess.run(
+        ["make", "--dry-run", "quickstart"], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "[dev]" not in planned.stdout
