@@ -85,7 +85,7 @@ def test_frequencies_of_one_distribution() -> None:
         np.full(num_draws, 0.8, np.float32),
         np.full(num_draws, make_rng_key(1, "train", 3, 4), np.uint64),
     )
-    token_ids, _ = sample_rows_on_cpu(logits.expand(num_draws, -1), temperatures, rng_keys, np.arange(num_draws))
+    token_ids, _ = sample_rows_on_cpu(logits.repeat(num_draws, 1), temperatures, rng_keys, np.arange(num_draws))
     for temperature, is_right in ((0.8, True), (0.85, False)):
         probs = torch.softmax(logits / temperature, 0).double().numpy()
         counts = np.bincount(token_ids, minlength=len(probs))

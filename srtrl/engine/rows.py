@@ -237,7 +237,11 @@ def fill_inputs(
         row += len(chunk.token_ids)
     _fill_padding(inputs, row, len(slots) + trees.num_nodes)
     if inputs.shape.num_tiles:
-        _fill_tiles(inputs, row)
+        num_tiles = _fill_tiles(inputs, row)
+        # Programs start in this order: a long one that starts last would be waited for. (Numba takes seconds to sort.)
+        tiles = inputs.tiles[:num_tiles]
+        inputs.tiles[:num_tiles] = tiles[np.argsort(-tiles[:, 3], kind="stable")]
+        inputs.tiles[num_tiles:] = 0
 
 
 @numba.njit(cache=True, nogil=True)
@@ -308,8 +312,8 @@ def _fill_padding(inputs: StepInputs, num_rows: int, num_sampled: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _fill_tiles(inputs: StepInputs, num_rows: int) -> None:
-    """Cut the rows of each sequence into tiles, those with the most keys first; see `StepInputs.tiles`.
+def _fill_tiles(inputs: StepInputs, num_rows: int) -> int:
+    """Cut the rows of each sequence into tiles, see `StepInputs.tiles`; returns their number.
 
     A sequence's rows write to adjacent positions, and its first row sees its own position last: so the last row of a
     tile writes as many positions after that as there are rows between them.
@@ -329,6 +333,4 @@ def _fill_tiles(inputs: StepInputs, num_rows: int) -> None:
             tiles[tile, 3] = inputs.context_lengths[first] + (stop - 1 - first)
             tile += 1
         first = end
-    # Programs start in this order: a long one that starts last would be waited for.
-    tiles[:tile] = tiles[:tile][np.argsort(-tiles[:tile, 3], kind="mergesort")]
-    tiles[tile:] = 0
+    return tile
