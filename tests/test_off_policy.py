@@ -51,6 +51,7 @@ def test_at_their_limits_the_modes_are_on_policy(
     def run(name: str, mode: dict[str, Any]) -> tuple[Any, ...]:
         algorithm = RECOMPUTE | ({"filters": [f"{__name__}:is_kept"]} if is_dynamic else {})
         changes = UNEVEN | tools | mode | {"rollout__dynamic_sampling": is_dynamic, "algorithm": algorithm}
+        changes |= {"train__num_steps": 3, "eval": {"before_and_after": False}}
         folder = train(make_recipe(policy, tmp_path / name, **changes)).folder
         tables = [pq.read_table(file) for file in sorted((folder / "rollouts").iterdir())]
         return learned_rows(folder, beside=("off_policy/",)), tables

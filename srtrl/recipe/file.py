@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -249,12 +250,19 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
     return ".".join(parts)
 
 
+@cache
+def _foreign_names() -> dict[str, str]:
+    """Name of an option in another trainer -> the key that does the same here, or a sentence."""
+    names: dict[str, str] = read_yaml(FOREIGN_NAMES.read_text(encoding="utf-8"), str(FOREIGN_NAMES))[0]
+    return names
+
+
 def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
     """Name what another trainer's key is here, the nearest key of the section, or the section that has this key."""
     if key in ABSENT:
         return ABSENT[key]
     section, _, name = key.rpartition(".")
-    meant = read_yaml(FOREIGN_NAMES.read_text(encoding="utf-8"), str(FOREIGN_NAMES))[0].get(name, "")
+    meant = _foreign_names().get(name, "")
     if meant in fields:
         return f"unknown key, did you mean `{meant}`: {(fields[meant].description or '').splitlines()[0]}"
     if meant:
