@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -33,7 +32,7 @@ PLAIN: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-OTHERS: dict[str, Mapping[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "a family": {"model_type": "qwen3"},
     "a bias": {"attention_bias": True},
     "a rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

@@ -402,13 +402,24 @@ def draft_trees(
         return DraftTrees.empty(0)
     use_kernel_threads(len(slots) * WORK_PER_ROW)
     rooms = np.concatenate([[0], max_nodes.cumsum()])
-    arrays = [np.empty(rooms[-1], dtype) for dtype in (np.int32, np.int32, np.float32)]
+    (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
-    _draft_rows(cursors, slots, rooms, rule, trust, noise, max(min_score, SMALLEST_SCORE), shared, *arrays, sizes)
-    nodes = ranges(rooms[:-1], sizes)
-    token_ids, parents, scores = (array[nodes] for array in arrays)
-    offsets = np.concatenate([[0], sizes.cumsum()])
-    return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
+    _draft_rows(
+        cursors,
+        slots,
+        rooms,
+        rule,
+        trust,
+        noise,
+        max(min_score, SMALLEST_SCORE),
+        shared,
+        token_ids,
+        parents,
+        scores,
+        sizes,
+    )
+    nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
+    return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
 
 @inner

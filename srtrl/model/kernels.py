@@ -4,10 +4,23 @@ These are half of the time that it takes to compile a function of many arrays. T
 it in its own file of the cache.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numba
 
-inner: Any = numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-inlined: Any = numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
-"""Inlined by LLVM."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OPTIONS: Any = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def inner(function: Function) -> Function:
+    """A function that only kernels call."""
+    compiled: Function = numba.njit(**OPTIONS)(function)
+    return compiled
+
+
+def inlined(function: Function) -> Function:
+    """The same; LLVM puts it into its callers."""
+    compiled: Function = numba.njit(forceinline=True, **OPTIONS)(function)
+    return compiled

@@ -148,12 +148,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not has_tokenizer(folder):  # transformers would make an empty tokenizer
         raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
     with Caught() as caught:  # damaged files raise anything
-        if _has_plain_tokenizer(folder):
-            from transformers import TokenizersBackend as TokenizerClass
-        else:
-            from transformers import AutoTokenizer as TokenizerClass
+        import transformers
 
-        return cast("PreTrainedTokenizerBase", TokenizerClass.from_pretrained(folder, trust_remote_code=False))
+        name = "TokenizersBackend" if _has_plain_tokenizer(folder) else "AutoTokenizer"
+        loaded = getattr(transformers, name).from_pretrained(folder, trust_remote_code=False)
+        return cast("PreTrainedTokenizerBase", loaded)
     raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {caught.error}") from caught.error
 
 

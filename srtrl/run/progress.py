@@ -19,7 +19,7 @@ from srtrl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COMPILE_MESSAGE = "compiling CPU kernels: once for this installation, half a minute to two minutes"
+COMPILE_MESSAGE = "compiling CPU kernels: once for this installation, 20 seconds to a minute"
 
 STEPS_FOR_TIME_LEFT = 10
 """Last steps whose mean time the remaining ones are expected to take."""
