@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -101,7 +101,9 @@ class Worker:
             self._socket, other_end = socket.socketpair()
             arguments = (other_end, self._functions, self._cpu_seconds)
             process = context.Process(target=serve, args=arguments, name="srtrl-grading", daemon=True)
-            # Ctrl-C reaches all processes, also one that has not come to ignore it yet: it inherits the blocked signal.
+            # Ctrl-C reaches all processes, also one that has not come to ignore it yet: it inherits the blocked signal,
+            # which Python would unblock if it started its tracker of resources in between.
+            resource_tracker.ensure_running()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             process.start()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
