@@ -26,7 +26,7 @@ BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def drawn() -> tuple[Recipe, Prompt]:
     """Quickstart, and the prompt of its draw 5."""
-    recipe = load_recipe(Path("quickstart"))
+    recipe = load_recipe(Path("quickstart"), ["task.options.num_train=1024"])  # as the page says
     prompts = load_task(recipe, load_tokenizer(recipe.model.path)).train_prompts
     return recipe, prompts[DataOrder(len(prompts), recipe.seed).prompt_of(5)]
 
