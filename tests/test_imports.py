@@ -119,7 +119,10 @@ def test_algorithms_import_nothing_of_ours() -> None:
         assert ours == [], file
 
 
-@pytest.mark.parametrize("arguments", IMPORTED_BY)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(one, marks=pytest.mark.slow if "torch" in names else ()) for one, names in IMPORTED_BY.items()],
+)
 def test_commands_import_what_they_need(arguments: str) -> None:
     program = (
         f"import sys, {LIGHT_MODULES}\nfrom srtrl.cli import app\napp({arguments.split()!r}, standalone_mode=False)\n"

@@ -140,7 +140,7 @@ def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps()
     assert [tensor.data_ptr() for tensor in policy.parameters()] == addresses, "the decoder reads these"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_run_is_resumed_exported_and_started_from_its_adapter(
     dtype: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -61,7 +61,9 @@ def test_at_their_limits_the_modes_are_on_policy(
     assert [run(limit["rollout__mode"], limit) for limit in LIMITS] == [expected, expected]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if "tools" in mode else pytest.mark.slow) for mode in MODES]
+)
 def test_answers_do_not_pile_up_and_a_lower_limit_ends_what_is_longer(
     mode: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -144,7 +146,9 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
     assert num_capped
 
 
-@pytest.mark.parametrize("lenience", [0.3, 1.0, 1.5, 1e6])
+@pytest.mark.parametrize(
+    "lenience", [0.3, pytest.param(1.0, marks=pytest.mark.slow), 1.5, pytest.param(1e6, marks=pytest.mark.slow)]
+)
 def test_acceptance_is_that_of_its_formula(lenience: float, policy: Path, tmp_path: Path) -> None:
     """On a policy that is exactly uniform over 61 tokens, with earlier probabilities that are given.
 

@@ -153,7 +153,7 @@ def test_tools_take_no_time_and_are_not_called_twice(
 @pytest.mark.parametrize("has_tools", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_several_ranks_end_at_the_same_tick(has_tools: bool, once: Sampled, request: pytest.FixtureRequest) -> None:
     """With fewer slots than samples, so that ranks take what waits on others and are apart in time."""
-    first, second = run_ranks(2, partial(step_through, slots=12), 7 if has_tools else 6, has_tools)
+    first, second = run_ranks(2, partial(step_through, slots=12), 7 if has_tools else 5, has_tools)
     assert first == second
     if has_tools:
         check(first, request.getfixturevalue("once_with_tools")[0], 1)

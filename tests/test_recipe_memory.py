@@ -121,7 +121,10 @@ SHOWN = {
 """Command -> parts of its output."""
 
 
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(one, marks=pytest.mark.slow if "grpo_math.yaml" in one else ()) for one in SHOWN],
+)
 def test_show_config_says_whether_a_step_fits_and_what_would_help(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

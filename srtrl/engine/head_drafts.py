@@ -166,8 +166,9 @@ class HeadDrafts(NoHeadDrafts):
         if not len(launched):
             return trees
         started = time.perf_counter()
+        tokens, margins = self._runner.wait_head()
         # In one layout, whatever the device: for each that they meet, Numba compiles its functions again.
-        tokens, margins = map(np.ascontiguousarray, self._runner.wait_head())
+        tokens, margins = np.ascontiguousarray(tokens), np.ascontiguousarray(margins)
         places = np.full(len(self._rows), len(slots))
         places[slots[max_nodes > 0]] = np.flatnonzero(max_nodes)
         places = np.where(self._rows[launched] == NO_ROW, len(slots), places[launched])  # some have lost their slots
