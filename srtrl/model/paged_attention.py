@@ -182,6 +182,7 @@ class PagedPlan:
         self._branches = pages * cache.page_size + positions % cache.page_size
         """KV indices of the draft nodes that the rows see, one row after the other."""
         self._branch_starts = np.searchsorted(owners, np.arange(len(bits) + 1))
+        self._longest = int(self._contexts.max() + np.diff(self._branch_starts).max())
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
@@ -191,7 +192,6 @@ class PagedPlan:
         write_kv(k_rows, v_rows, self._kv_indices, keys, values)
         use_kernel_threads(2 * int(self._contexts.sum()) * q.shape[1] * q.shape[2])
         out = torch.zeros(q.shape)
-        longest = int(self._contexts.max() + np.diff(self._branch_starts).max())
         attend_paged(
             q_rows,
             keys,
@@ -202,7 +202,7 @@ class PagedPlan:
             self._branches,
             self._branch_starts,
             np.float32(q.shape[-1] ** -0.5),
-            longest,
+            self._longest,
             out.numpy(),
         )
         return out.to(q.dtype)
@@ -253,36 +253,54 @@ def attend_paged(
     """
     for n in numba.prange(len(q)):
         if context_lengths[n] > 0:
-            branch = branches[branch_starts[n] : branch_starts[n + 1]]
-            pages = page_tables[row_tables[n]]
-            _attend_row(q[n], key_pages, value_pages, pages, context_lengths[n], branch, scale, longest, out[n])
+            _attend_row(
+                np.int64(n),  # in the loop it is unsigned: another type, and compiled once more
+                q,
+                key_pages,
+                value_pages,
+                page_tables,
+                row_tables,
+                context_lengths,
+                branches,
+                branch_starts,
+                scale,
+                longest,
+                out,
+            )
 
 
 @inner
 def _attend_row(
+    n: int,
     q: Array,
     key_pages: Array,
     value_pages: Array,
-    pages: Array,
-    context: int,
-    branch: Array,
+    page_tables: Array,
+    row_tables: Array,
+    context_lengths: Array,
+    branches: Array,
+    branch_starts: Array,
     scale: np.float32,
     longest: int,
     out: Array,
 ) -> None:
-    """Attention of one row, see `attend_paged`: in a parallel function this would take twice as long to compile."""
+    """Attention of row n, see `attend_paged`: in a parallel function this would take twice as long to compile."""
     num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
-    group, width = q.shape[0] // num_kv_heads, q.shape[1]
+    group, width = q.shape[1] // num_kv_heads, q.shape[2]
+    context, pages, branch = (
+        context_lengths[n],
+        page_tables[row_tables[n]],
+        branches[branch_starts[n] : branch_starts[n + 1]],
+    )
     room = longest + page_size + NUM_LANES
-    queries = np.empty((group, width), np.float32)
+    scratch = np.empty((3, group, width), np.float32)
+    queries, sums, inverse = scratch[0], scratch[1], scratch[2, :, 0]
     scores = np.empty((group, room), np.float32)
     powers = np.empty(room, np.int32)
-    sums = np.empty((group, width), np.float32)
-    inverse = np.empty(group, np.float32)
     for head in range(num_kv_heads):
         for g in range(group):
             for e in range(width):
-                queries[g, e] = q[head * group + g, e] * scale
+                queries[g, e] = q[n, head * group + g, e] * scale
                 sums[g, e] = 0
         _score_keys(queries, key_pages, head, pages, context, branch, scores)
         for g in range(group):
@@ -290,7 +308,7 @@ def _attend_row(
         _sum_values(scores, value_pages, head, pages, context, branch, sums)
         for g in range(group):
             for e in range(width):
-                out[head * group + g, e] = sums[g, e] * inverse[g]
+                out[n, head * group + g, e] = sums[g, e] * inverse[g]
 
 
 @numba.njit(inline="always")
