@@ -184,6 +184,9 @@ def generate(
     source.is_foreign = run_task is not None and not (import_from_here or is_made_here(source.path.parent))
     source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
     source.put(("eval", "num_samples"), num_samples, "num_samples")
+    if len(prompts) * num_samples == 1 and run_task is None and not any("rollout." in value for value in overrides):
+        # Its own text is all that it could draft from, and loading the drafter's kernels takes longer than that saves.
+        source.put(("rollout", "drafter"), "none", "srtrl generate")
     source.override(overrides)
     recipe: Recipe = build_checked(source)
     with reporting_compilation(_print_compiling):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from srtrl.cli import app
+from srtrl.generation import generate
 from srtrl.model import hf_config
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import _has_plain_tokenizer, load_tokenizer, locate
@@ -103,6 +104,25 @@ def test_no_more_slots_than_samples() -> None:
     for samples, slots in ((None, CPU_SLOTS), (3, 3), (1000, CPU_SLOTS)):
         for given in (recipe, auto):
             assert number_of_slots(given, Mock(), None, num_samples=samples) == slots
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "overrides", "drafter"),
+    [
+        (1, [], "none"),
+        (2, [], "srt"),
+        (1, ["rollout.max_new_tokens=9"], "srt"),
+        (1, ["rollout.drafter=ngram"], "ngram"),
+    ],
+)
+def test_a_single_completion_loads_no_drafter(
+    num_samples: int, overrides: list[str], drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_evals = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("srtrl.evaluation.policy.run_evals", run_evals)
+    with pytest.raises(KeyboardInterrupt):
+        generate("bundled:tiny", ["1+2"], num_samples=num_samples, overrides=overrides)
+    assert run_evals.call_args.args[1]["generate"].rollout.drafter == drafter
 
 
 def test_train_says_what_it_does_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ Letters: see `srtrl/types.py`; N rows, B page tables of P pages, W words of ance
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -182,6 +182,7 @@ class PagedPlan:
         self._branches = pages * cache.page_size + positions % cache.page_size
         """KV indices of the draft nodes that the rows see, one row after the other."""
         self._branch_starts = np.searchsorted(owners, np.arange(len(bits) + 1))
+        self._longest = int(self._contexts.max() + np.diff(self._branch_starts).max())
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
@@ -191,20 +192,9 @@ class PagedPlan:
         write_kv(k_rows, v_rows, self._kv_indices, keys, values)
         use_kernel_threads(2 * int(self._contexts.sum()) * q.shape[1] * q.shape[2])
         out = torch.zeros(q.shape)
-        longest = int(self._contexts.max() + np.diff(self._branch_starts).max())
-        attend_paged(
-            q_rows,
-            keys,
-            values,
-            self._page_tables,
-            self._row_tables,
-            self._contexts,
-            self._branches,
-            self._branch_starts,
-            np.float32(q.shape[-1] ** -0.5),
-            longest,
-            out.numpy(),
-        )
+        tables = self._page_tables, self._row_tables, self._contexts, self._branches, self._branch_starts
+        scale = np.float32(q.shape[-1] ** -0.5)
+        attend_paged(AttentionInputs(q_rows, keys, values, *tables, scale, self._longest), out.numpy())
         return out.to(q.dtype)
 
 
@@ -222,67 +212,59 @@ def write_kv(k: Array, v: Array, kv_indices: Array, key_pages: Array, value_page
                 value_pages[page, head, offset, e] = v[n, head, e]
 
 
-@numba.njit(parallel=True, cache=True, nogil=True)
-def attend_paged(
-    q: Array,
-    key_pages: Array,
-    value_pages: Array,
-    page_tables: Array,
-    row_tables: Array,
-    context_lengths: Array,
-    branches: Array,
-    branch_starts: Array,
-    scale: np.float32,
-    longest: int,
-    out: Array,
-) -> None:
-    """Attention of each row to its committed context and its branch of the draft tree.
+class AttentionInputs(NamedTuple):
+    """What `attend_paged` reads."""
 
-    Args:
-        q: [N, H, E] float32.
-        key_pages: [num_pages, K, E, page_size] float32.
-        value_pages: [num_pages, K, page_size, E] float32.
-        page_tables: [B, P] int32, the pages of each sequence.
-        row_tables: [N] int32, which page table a row reads.
-        context_lengths: [N] int32, positions 0 to this of the page table are seen; rows of 0 are left out.
-        branches: KV indices of the draft nodes that the rows see, row by row, each row's by depth.
-        branch_starts: [N + 1], where in `branches` those of a row begin.
-        scale: Factor of the scores.
-        longest: No row sees more keys.
-        out: [N, H, E] float32, written.
-    """
-    for n in numba.prange(len(q)):
-        if context_lengths[n] > 0:
-            branch = branches[branch_starts[n] : branch_starts[n + 1]]
-            pages = page_tables[row_tables[n]]
-            _attend_row(q[n], key_pages, value_pages, pages, context_lengths[n], branch, scale, longest, out[n])
+    q: Array
+    """[N, H, E] float32."""
+    key_pages: Array
+    """[num_pages, K, E, page_size] float32."""
+    value_pages: Array
+    """[num_pages, K, page_size, E] float32."""
+    page_tables: Array
+    """[B, P] int32, the pages of each sequence."""
+    row_tables: Array
+    """[N] int32, which page table a row reads."""
+    context_lengths: Array
+    """[N] int32, positions 0 to this of the page table are seen; rows of 0 are left out."""
+    branches: Array
+    """KV indices of the draft nodes that the rows see, row by row, each row's by depth."""
+    branch_starts: Array
+    """[N + 1], where in `branches` those of a row begin."""
+    scale: np.float32
+    """Factor of the scores."""
+    longest: int
+    """No row sees more keys."""
+
+
+@numba.njit(parallel=True, cache=True, nogil=True)
+def attend_paged(inputs: AttentionInputs, out: Array) -> None:
+    """Attention of each row to its committed context and its branch of the draft tree, into `out` [N, H, E] float32."""
+    for n in numba.prange(len(out)):
+        if inputs.context_lengths[n] > 0:
+            _attend_row(np.int64(n), inputs, out)  # an unsigned number, as in the loop, would compile once more
 
 
 @inner
-def _attend_row(
-    q: Array,
-    key_pages: Array,
-    value_pages: Array,
-    pages: Array,
-    context: int,
-    branch: Array,
-    scale: np.float32,
-    longest: int,
-    out: Array,
-) -> None:
-    """Attention of one row, see `attend_paged`: in a parallel function this would take twice as long to compile."""
+def _attend_row(n: np.int64, inputs: AttentionInputs, out: Array) -> None:
+    """Attention of row n, see `attend_paged`: in a parallel function this would take twice as long to compile."""
+    q, key_pages, value_pages, page_tables, row_tables, context_lengths, branches, starts, scale, longest = inputs
     num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
-    group, width = q.shape[0] // num_kv_heads, q.shape[1]
+    group, width = q.shape[1] // num_kv_heads, q.shape[2]
+    context, pages, branch = (
+        context_lengths[n],
+        page_tables[row_tables[n]],
+        branches[starts[n] : starts[n + 1]],
+    )
     room = longest + page_size + NUM_LANES
-    queries = np.empty((group, width), np.float32)
+    scratch = np.empty((3, group, width), np.float32)
+    queries, sums, inverse = scratch[0], scratch[1], scratch[2, :, 0]
     scores = np.empty((group, room), np.float32)
     powers = np.empty(room, np.int32)
-    sums = np.empty((group, width), np.float32)
-    inverse = np.empty(group, np.float32)
     for head in range(num_kv_heads):
         for g in range(group):
             for e in range(width):
-                queries[g, e] = q[head * group + g, e] * scale
+                queries[g, e] = q[n, head * group + g, e] * scale
                 sums[g, e] = 0
         _score_keys(queries, key_pages, head, pages, context, branch, scores)
         for g in range(group):
@@ -290,7 +272,7 @@ def _attend_row(
         _sum_values(scores, value_pages, head, pages, context, branch, sums)
         for g in range(group):
             for e in range(width):
-                out[head * group + g, e] = sums[g, e] * inverse[g]
+                out[n, head * group + g, e] = sums[g, e] * inverse[g]
 
 
 @numba.njit(inline="always")
