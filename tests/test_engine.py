@@ -228,3 +228,11 @@ def test_golden_story(shared_data: Path) -> None:
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
         "a big, red ball. She wanted to play with it, but it was too high."
     )
+
+
+def test_one_sequence_alone_has_the_bits_of_many_in_matrices_of_a_real_policys_width() -> None:
+    """On some processors sums of 384 products are taken in other pieces with 8 rows: see `CpuRunner.min_rows`."""
+    bundled = load_model("bundled:tiny", dtype=torch.float32, device="cpu")
+    requests = requests_for(PROMPTS[:2], num_samples=8, max_new_tokens=12)
+    found = [decode(Engine(bundled, options(slots=slots, max_sequence_tokens=64)), requests) for slots in (16, 1, 3)]
+    assert [outputs(completions) for completions in found] == [outputs(found[0])] * 3

@@ -1,11 +1,13 @@
 """Decode steps on a CPU: the model in PyTorch, attention and sampling in one Numba kernel each."""
 
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from srtrl.drafters.draft_head import DraftHead, draft_chains
 from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words
@@ -15,7 +17,10 @@ from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
 from srtrl.model.transformer import Transformer
 
 ROW_MULTIPLE = 8
-"""At other row counts matrix products can give a row other bits (measured; see docs/LOG.md)."""
+"""At other row counts matrix products can give a row other bits (measured; see docs/LOG.md).
+
+On some processors also at 8 rows itself, but not at 16 and more: see `CpuRunner.min_rows`.
+"""
 
 
 class CpuRunner(Runner):
@@ -91,6 +96,16 @@ class CpuRunner(Runner):
         """See `Runner`."""
         return self._chains
 
-    @staticmethod
-    def _padded(num_rows: int) -> int:
-        return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    @cached_property
+    def min_rows(self) -> int:
+        """The fewest rows of a step: `ROW_MULTIPLE`, or twice as many where this machine's products need them."""
+        noise = torch.Generator().manual_seed(0)
+        for weight in {weight.shape: weight for weight in self.model.parameters() if weight.dim() == 2}.values():
+            rows = torch.randn(2 * ROW_MULTIPLE, weight.shape[1], generator=noise).to(weight.dtype)
+            few, more = functional.linear(rows[:ROW_MULTIPLE], weight), functional.linear(rows, weight)
+            if not torch.equal(few, more[:ROW_MULTIPLE]):
+                return 2 * ROW_MULTIPLE
+        return ROW_MULTIPLE
+
+    def _padded(self, num_rows: int) -> int:
+        return max(self.min_rows, -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
