@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from srtrl import __version__, generation
 from srtrl.bench.replay import replay
-from srtrl.checks import build_checked
+from srtrl.checks import build_checked, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.ranks.processes import interrupt_exit_code, is_main_process, should_report
@@ -134,11 +134,11 @@ def train(
         folder = recipe.resolve()
         source.put(["output_dir"], str(folder.parent), "RECIPE")
         source.put(["name"], folder.name, "RECIPE")
-    planned = build_recipe(source)
+    loaded = build_recipe(source)
     if is_main_process():  # torch takes seconds
-        steps = f"{planned.train.num_steps} steps"
-        print(f"{source.path}: {steps} into {planned.output_dir}/{planned.name}; loading torch ...", flush=True)
-    loaded = build_checked(source)
+        steps = f"{loaded.train.num_steps} steps"
+        print(f"{source.path}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
+    check_recipe(loaded, source)
     from srtrl.metrics import read_metrics
     from srtrl.run.metrics import run_figures
     from srtrl.trainer.trainer import run_training

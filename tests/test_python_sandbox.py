@@ -30,7 +30,9 @@ from srtrl.environments.python_sandbox import (
 NO_SANDLOCK = sandlock_problem()
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=4.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
-OWN_LIMITS = LIMITS.model_copy(update={"wall_seconds": LIMITS.wall_seconds + 200})
+OWN_LIMITS = LIMITS.model_copy(
+    update={"wall_seconds": LIMITS.wall_seconds + 200.5}
+)  # not a number that ends with the other one
 """Of pools that a test makes for itself. The odd numbers of seconds mark processes in the system's list of them."""
 SLEEP = "import time\ntime.sleep(1000)"
 

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from test_weights import FIELDS
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -21,18 +22,7 @@ from srtrl.recipe.file import build_recipe, read_source
 from srtrl.trainer.build import CPU_SLOTS, number_of_slots
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PLAIN: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
+PLAIN: dict[str, Any] = FIELDS | {"rms_norm_eps": 1e-5}
 OTHERS: dict[str, dict[str, Any]] = {
     "a family": {"model_type": "qwen3"},
     "a bias": {"attention_bias": True},
