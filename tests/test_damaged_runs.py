@@ -177,6 +177,21 @@ def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: C
     ]
 
 
+@pytest.mark.parametrize("name", ["draft_trust.json", "rollouts_train.safetensors"])
+def test_drafts_that_cannot_be_read_begin_anew(name: str, run: Path, finished: Callable[[], Path]) -> None:
+    """A file that was written so, with its checksum in the manifest: no token depends on it."""
+    folder = run / "checkpoints" / "step_000002"
+    file, manifest = folder / name, folder / "manifest.json"
+    file.write_bytes(file.read_bytes().replace(b"0.0", b"-1e-16", 1).replace(b"rollout_counts", b"rollout_number"))
+    record = json.loads(manifest.read_bytes())
+    record["files"][name] = checkpoint._entry(file)
+    manifest.write_text(json.dumps(record))
+    result = call("train", run, "--resume", "--checkpoint", 2)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.search(rf"--resume: {file}: .*; these drafts begin anew", result.stdout)
+    assert_same_run(run, finished())
+
+
 CHANGES: list[tuple[str, str, dict[str, float | None]]] = [
     ("train.learning_rate=0.005", "train.learning_rate: the run has 0.01, now 0.005", {"learning_rate": 0.005}),
     ("algorithm.kl.coefficient=0", "algorithm.kl.coefficient: the run has 0.01, now 0.0", {"kl/ref": None}),

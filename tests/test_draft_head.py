@@ -10,6 +10,7 @@ from drafter_cases import random_draft
 from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save as to_safetensors
 from test_engine_property import varied_requests
 from test_turns import converse, turn_requests
 
@@ -19,7 +20,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
-from srtrl.engine.head_drafts import HeadDrafts
+from srtrl.engine.head_drafts import FILE, HeadDrafts
 from srtrl.engine.sampling import make_rng_key, uniform_noise
 from srtrl.model.transformer import Transformer
 
@@ -103,6 +104,11 @@ def test_what_margins_were_worth_is_saved_and_read_for_any_k(
     decode(engine, varied_requests())
     saved.save(tmp_path)
     [[purpose, rows]] = saved.tables.items()
+    for bad in (rows[:, :1], -rows, np.where(rows > 0, np.nan, rows), rows[..., ::-1]):
+        (tmp_path / FILE).write_bytes(to_safetensors({purpose: np.ascontiguousarray(bad)}))
+        with pytest.raises(ValueError, match=f"{FILE}: expected tables of accepted and tried tokens"):
+            saved.load(tmp_path)
+    saved.save(tmp_path)
     assert (rows[:, 0].sum((1, 2)) > 0).all()
     for k in (2, 3, 5):
         engine, loaded = head_drafts(k)

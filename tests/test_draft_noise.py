@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
-from drafter_cases import propose, request, run, start
+from drafter_cases import decode, propose, request, run, start
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from srtrl.drafters.srt import TRUST_FILE, Drafter, SrtOptions
 from srtrl.drafters.trust import FIRST_POWER, NOISE, POWER, REACHED
@@ -74,3 +77,15 @@ def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:
     (tmp_path / TRUST_FILE).write_text('{"train": [[1, 2]]}')
     with pytest.raises(ValueError, match=r"draft_trust.json: damaged: expected 23 pairs"):
         Drafter().load(tmp_path)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 2**64 - 1), st.integers(1, 4))
+@example([1, 2, 2, 1, 2, 2, 1, 2, 2], 7869436380294478804, 4)
+def test_what_any_sample_teaches_can_be_saved_and_read(text: list[int], rng_key: int, max_nodes: int) -> None:
+    """Shares of a token are subtracted from 1: what is left is no weight below 0."""
+    drafter = Drafter(OPTIONS)
+    start(drafter, {0: request(rng_key=rng_key)})
+    decode(drafter, 0, text, max_nodes=max_nodes)
+    with TemporaryDirectory() as folder:
+        drafter.save(Path(folder))
+        Drafter().load(Path(folder))

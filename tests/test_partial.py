@@ -1,20 +1,28 @@
 """Mode `partial`: what ends in a step is decided on a virtual clock, and nothing is lost or sampled twice."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import options, tiny_policy
 from environment_cases import TOKENIZER, Ledger, section_of
+from hypothesis import example, given
+from hypothesis import strategies as st
 from rank_cases import FORKED, run_ranks
+from rollout_cases import make_group
 from scipy.stats import chisquare
 from test_rank_rollouts import grader_of
+from tiny_run import make_recipe
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
@@ -22,11 +30,13 @@ from srtrl.environments.conversations import Conversations
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.partial import PartialDraws
-from srtrl.types import Prefix, Prompt, Rollout, SampleKey, SamplingParams
+from srtrl.trainer.sampling import StepSampler
+from srtrl.types import Prefix, Prompt, Rollout, RolloutGroup, SampleKey, SamplingParams
 
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
 SAMPLING = SamplingParams(max_new_tokens=100, end_token_ids=tuple(range(12)))
 """Of a policy that is nearly uniform over 290 tokens: lengths are nearly geometric, with a long tail."""
+Carried = list[tuple[SampleKey, list[int], str | None, tuple[tuple[int, int], ...], Mapping[str, str]]]
 Sampled = dict[SampleKey, tuple[list[int], list[float], list[int], list[int], Any]]
 """Tokens, log-probs and policy versions of each sample, indices of those sampled, and what does not depend on them."""
 
@@ -39,6 +49,7 @@ def step_through(
     num_open: int = NUM_OPEN,
     drafts: bool = False,
     scale: float = 1.0,
+    on_carried: Callable[[dict[SampleKey, Prefix]], None] = lambda _: None,
     **sizes: Any,
 ) -> list[Sampled]:
     """The samples that each step learns from, with unchanged weights that count as new ones.
@@ -67,6 +78,7 @@ def step_through(
             assert engine.pool.num_used == 0
             engine.end_step(has_new_weights=True)
             earlier = part.carried
+            on_carried(earlier)
     assert not earlier
     return steps
 
@@ -134,19 +146,47 @@ def once_with_tools() -> tuple[Sampled, Counter[Any]]:
     return step_through(ONE_RANK, 1, has_tools=True, num_open=80, slots=64)[0], Counter(Ledger.num_steps)
 
 
+@pytest.fixture(scope="module")
+def carried() -> list[Carried]:
+    """What each step carries over, with as many slots as samples and without drafts."""
+    found: list[Carried] = []
+    step_through(ONE_RANK, 7, has_tools=True, slots=24, on_carried=lambda e: found.append(contents_of_prefixes(e)))
+    return found
+
+
 @pytest.mark.parametrize(
     ("slots", "drafts"),
     [(16, True), pytest.param(5, False, marks=pytest.mark.slow), pytest.param(24, True, marks=pytest.mark.slow)],
 )
-def test_tools_take_no_time_and_are_not_called_twice(
-    slots: int, drafts: bool, once_with_tools: tuple[Sampled, Counter[Any]]
+def test_tools_take_no_time_and_are_not_called_twice_for_what_is_carried_over(
+    slots: int, drafts: bool, once_with_tools: tuple[Sampled, Counter[Any]], carried: list[Carried]
 ) -> None:
     """Tools of random latency that remember all turns; whole samples are carried over, and turns cut by the clock."""
     once, num_steps = once_with_tools
     assert {talk.stop_reason for *_, (talk, *_) in once.values()} >= {"done", "turns", "observation"}
     Ledger.num_steps.clear()
-    check(step_through(ONE_RANK, 7, has_tools=True, drafts=drafts, slots=slots), once, max_age=1)
-    assert not Ledger.num_steps - num_steps, "a tool was called twice"
+    found: list[Carried] = []
+    num_calls: list[tuple[Any, int]] = []
+
+    def look(earlier: dict[SampleKey, Prefix]) -> None:
+        found.append(contents_of_prefixes(earlier))
+        for prefix in earlier.values():
+            starts = [0, *(stop for _, stop in prefix.extensions)]
+            turns = [
+                tuple(prefix.token_ids[a:b].tolist()) for a, (b, _) in zip(starts, prefix.extensions, strict=False)
+            ]
+            num_calls.extend((told, Ledger.num_steps[told]) for told in accumulate((turn,) for turn in turns))
+
+    steps = step_through(ONE_RANK, 7, has_tools=True, drafts=drafts, slots=slots, on_carried=look)
+    check(steps, once, max_age=1)
+    assert found == carried, "what goes on, and the answers that it has heard, depend on time"
+    only = [(told, num) for told, num in num_calls if num_steps[told] == 1]
+    assert len(only) > 10
+    assert all(Ledger.num_steps[told] == num for told, num in only), "a tool was called again"
+
+
+def contents_of_prefixes(earlier: dict[SampleKey, Prefix]) -> Carried:
+    return [(key, p.token_ids.tolist(), p.finish_reason, p.extensions, p.answers) for key, p in earlier.items()]
 
 
 @FORKED
@@ -185,3 +225,61 @@ def test_lengths_and_tokens_keep_their_distribution() -> None:
     ends = [tokens[-1] for tokens, _ in learned if len(tokens) < SAMPLING.max_new_tokens]
     others = [token - len(SAMPLING.end_token_ids) for tokens, _ in learned for token in tokens[:-1]]
     assert min(chisquare(np.bincount(values)).pvalue for values in (ends, others)) > 0.001
+
+
+@dataclass
+class Counting:
+    """A collector of which only the prefixes are used."""
+
+    prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
+
+
+RESUMED = st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 3), st.booleans())
+"""Of each step: `num_prompts`, `min_complete`, `max_age`, and whether sampling is dynamic."""
+
+
+@given(st.lists(RESUMED, min_size=2, max_size=7), st.integers(0, 2**32))
+@example([(8, 0.5, 3, False), (2, 0.5, 3, False), (1, 0.3, 3, False)], 0)
+def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[Any], seed: int) -> None:
+    """Of any groups that end in a step, by samplers that each go on where the one before was."""
+    random = np.random.default_rng(seed)
+
+    def collect(_: object, collector: Counting, some: PartialDraws) -> list[RolloutGroup]:
+        known = [draw for draw, _ in some.draws]
+        ends = {*random.choice(known, some.num_complete, replace=False).tolist()} | some.due
+        new = Prefix(token_ids=np.ones(1, np.int32), rollout_logprobs=np.ones(1, np.float32), policy_versions=versions)
+        some.carried = {(draw, 0): collector.prefixes.get((draw, 0), new) for draw in known if draw not in ends}
+        return [make_group(draw, [random.choice(["correct", "incorrect"])]) for draw in sorted(ends)]
+
+    learned: list[int] = []
+    num_draws, earlier = 0, dict[SampleKey, Prefix]()
+    for step, (num_prompts, min_complete, max_age, is_dynamic) in enumerate(changes, start=1):
+        rollout = {"mode": "partial", "min_complete": min_complete, "max_age": max_age}
+        values = {f"rollout__{name}": value for name, value in rollout.items()}
+        algorithm = {"filters": ["test_partial:is_correct"], "importance_cap": 2.0, "old_logprobs": "recompute"}
+        recipe = make_recipe(
+            Path(),
+            Path(),
+            **values,
+            rollout__num_prompts=num_prompts,
+            rollout__dynamic_sampling=is_dynamic,
+            algorithm=algorithm,
+            train__mini_batch_prompts=1,
+        )
+        engine: Any = SimpleNamespace(wants_run_aheads=False, policy_version=step)
+        context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
+        task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
+        sampler = StepSampler(context, task)
+        sampler.num_draws, sampler.earlier = num_draws, earlier
+        versions = np.full(1, step, np.int32)
+        stub: Any = Counting()
+        with mock.patch("srtrl.trainer.sampling.collect_rollouts", collect):
+            groups, *_ = sampler._sample_in_rounds(step, max(1, round(num_prompts * min_complete)), stub)
+        learned += [group.draw_index for group in groups]
+        num_draws, earlier = sampler.num_draws, sampler.earlier
+        assert sorted([*learned, *(draw for draw, _ in earlier)]) == [*range(num_draws)], "twice, or lost"
+
+
+def is_correct(_: torch.Tensor, correct: torch.Tensor) -> torch.Tensor:
+    """A filter that drops about half of the groups."""
+    return correct[:, 0]

@@ -100,7 +100,11 @@ class DrafterBase:
         """Write what shall survive into files in the folder (a checkpoint's), no sample being live."""
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty."""
+        """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty.
+
+        Raises:
+            ValueError: It cannot be read. A resume says so and goes on with what the drafter has learned anew.
+        """
 
 
 def resolve_drafter(option: str, name: str) -> type[DrafterBase]:

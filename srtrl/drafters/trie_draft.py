@@ -430,7 +430,7 @@ def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, 
         shares, end = children.shares[context], children.ends[context]
         decided = shares[child] / children.weights[child] if child < end else 0.0
         learn_trust(trust, children.cells[context], left, decided)
-        left -= decided
+        left = max(left - decided, 0.0)  # a difference of roundings is no weight
         if decided > 0 and end > 1:
             total, mean, square = 0.0, 0.0, 0.0
             for i in range(end):

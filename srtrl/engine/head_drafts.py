@@ -73,7 +73,7 @@ class NoHeadDrafts:
         """Write what margins were worth into a checkpoint."""
 
     def load(self, checkpoint: Path) -> None:
-        """Read what `save` has written, if it has (a resume has compared the file with its checksum)."""
+        """Read what `save` has written, if it has; raises ValueError, and learns anew, where that is no such table."""
 
 
 class HeadDrafts(NoHeadDrafts):
@@ -190,10 +190,12 @@ class HeadDrafts(NoHeadDrafts):
 
     def load(self, checkpoint: Path) -> None:
         """See `NoHeadDrafts`; `k` may be another one now."""
-        if (checkpoint / FILE).is_file():
-            for purpose, rows in load_file(checkpoint / FILE).items():
-                self.tables[purpose] = np.zeros((self.k, *rows.shape[1:]))
-                self.tables[purpose][: len(rows)] = rows[: self.k]
+        file = checkpoint / FILE
+        for purpose, rows in load_file(file).items() if file.is_file() else ():
+            if rows.shape[1:] != (2, NUM_BINS, 2) or not (rows[..., TRIALS] >= rows[..., HITS]).all() or rows.min() < 0:
+                raise ValueError(f"{file}: expected tables of accepted and tried tokens, at most as many accepted")
+            self.tables[purpose] = np.zeros((self.k, *rows.shape[1:]))
+            self.tables[purpose][: len(rows)] = rows[: self.k]
 
 
 @numba.njit(cache=True, nogil=True)

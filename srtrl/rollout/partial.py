@@ -86,8 +86,9 @@ class PartialDraws(FixedDraws):
         assert last is not None, "the rollout has not ended"
         complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
         carried: dict[SampleKey, Prefix] = {}
-        for (draw, sample), (completion, answers) in self._completions.items():
+        for draw, sample in sorted(self._completions):
             if draw not in complete:
+                completion, answers = self._completions[draw, sample]
                 is_finished, new = self._ticks[draw].get(sample, last + 1) <= last, completion.newly_sampled
                 reason, stop = (completion.finish_reason, None) if is_finished else (None, [*new, None][last])
                 carried[draw, sample] = prefix_of(completion, reason, stop, answers)
@@ -127,14 +128,22 @@ def prefix_of(
     length: int | None = None,
     answers: Mapping[str, str] = MappingProxyType({}),
 ) -> Prefix:
-    """The first `length` tokens of a response, or all of it; `answers` are those of the sample's environment."""
+    """The first `length` tokens of a response, or all of it.
+
+    Of `answers`, those of the sample's environment, it has the answers to turns that end in these tokens: a sample may
+    be ahead of the clock, and how far is a matter of time.
+    """
+    token_ids = np.array(sample.token_ids[:length], np.int32)
+    extensions = tuple(part for part in sample.extensions if length is None or part[1] <= length)
+    ends = [*(start for start, _ in extensions), len(token_ids)] if answers else []
+    own = [digest_of(token_ids[:end].tolist()) for end in ends]
     return Prefix(
-        token_ids=np.array(sample.token_ids[:length], np.int32),
+        token_ids=token_ids,
         rollout_logprobs=np.array(sample.rollout_logprobs[:length], np.float32),
         policy_versions=sample.policy_versions[:length],
         finish_reason=finish_reason,
-        extensions=tuple(part for part in sample.extensions if length is None or part[1] <= length),
-        answers=dict(answers),
+        extensions=extensions,
+        answers={digest: answers[digest] for digest in own if digest in answers},
     )
 
 
@@ -143,7 +152,4 @@ def whole_prefix(rollout: Rollout) -> Prefix:
     if (conversation := rollout.conversation) is None:
         return prefix_of(rollout, rollout.finish_reason)
     reason: FinishReason = "stop" if conversation.stop_reason == "observation" else rollout.finish_reason
-    ends = [*(start for start, _ in rollout.extensions), len(rollout.token_ids)]
-    # Without those of turns that were not accepted, which would pile up over the epochs.
-    own = [digest_of(rollout.token_ids[:end].tolist()) for end in ends]
-    return prefix_of(rollout, reason, answers={digest: conversation.answers[digest] for digest in own})
+    return prefix_of(rollout, reason, answers=conversation.answers)

@@ -192,7 +192,7 @@ class StepSampler:
         num_offered = num_accepted = 0
         while True:
             going_on = sorted({draw for draw, _ in self.earlier}) if is_partial else []
-            num_new = rollout.num_prompts - len(kept) - len(going_on)
+            num_new = max(0, rollout.num_prompts - len(kept) - len(going_on))  # none where a resume asks for fewer
             new = range(self.num_draws, min(self.num_draws + num_new, end))
             draws, run_ahead = self.draws([*going_on, *new]), self.run_ahead(step, new, collector)
             self.num_draws = new.stop

@@ -297,8 +297,11 @@ class Trainer:
             load_state(optimizer, self.policy.dtype, checkpoint, name)
         if self.draft_head is not None:
             self.draft_head.load(checkpoint)
-        self.engine.head_drafts.load(checkpoint)
-        self.engine.drafter.load(checkpoint)
+        for drafts in (self.engine.head_drafts, self.engine.drafter):
+            try:
+                drafts.load(checkpoint)
+            except ValueError as error:
+                self.changes.append(f"{error}; these drafts begin anew (no token depends on them)")
         state = read_state(checkpoint)
         self.step = state.step
         self.engine.policy_version = state.policy_version
