@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -57,3 +58,17 @@ class Rows:
         if solution is None:
             raise ValueError("no solution")
         return solution
+
+
+def processes_of(command: bytes, parent: int | None = None) -> set[int]:
+    """Numbers of the processes with this in their command (that are children of `parent`), without those that ended."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes()
+            state, parent_of, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if command in arguments and state != "Z" and parent in (None, int(parent_of)):
+            found.add(int(folder.name))
+    return found

@@ -1,8 +1,11 @@
 """srtrl from Python: recipes as dictionaries, functions and rows as arguments, and the notebook of the docs."""
 
 import json
+import os
 import re
+import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,6 +108,47 @@ def test_rows_are_any_dictionaries(recipe: dict[str, Any]) -> None:
     (path,) = map(Path, files[0])
     assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
     assert list(Path("runs").iterdir()) == [path]
+
+
+def test_a_script_needs_no_guard(recipe: dict[str, Any]) -> None:
+    """Grading workers do not run it again: neither of its two runs is renamed, or trained again."""
+    script = """
+        from srtrl import train
+        from srtrl.tasks.reward_input import isolated
+
+        @isolated
+        def local(sample):
+            return 1.0
+
+        first = RECIPE | {"name": "first"}
+        train(first, rewards=["rewards:digits"], rows=ROWS, overwrite=True)
+        options = {"problem_field": "prompt", "answer_field": "wanted"}
+        second = RECIPE | {"name": "second", "task": {"name": "math", "options": options}}
+        train(second, rewards=["correct", "rewards:far"], rows=ROWS, overwrite=True)
+        train(RECIPE, rewards=[local], rows=ROWS)
+    """
+    module = """
+        from srtrl.tasks.reward_input import isolated
+
+        def digits(sample):
+            return sum(character.isdigit() for character in sample.text) / sample.num_tokens
+
+        @isolated
+        def far(sample):
+            return 0.5
+    """
+    Path("rewards.py").write_text(textwrap.dedent(module))
+    values = f"RECIPE, ROWS = {json.loads(json.dumps(recipe, default=str))}, {ROWS}\n"
+    Path("script.py").write_text(values + textwrap.dedent(script))
+    environment = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert sorted(path.name for path in Path("runs").iterdir() if path.is_dir()) == ["first", "second"]
+    for name in ("first", "second"):
+        assert [row["step"] for row in read_metrics(Path("runs", name, "metrics.jsonl"))] == [1, 2]
+    assert {row["reward/far"] for row in read_metrics(Path("runs/second/metrics.jsonl"))} == {0.5}
+    assert "--overwrite" not in done.stdout
+    assert "from_python.run:local is isolated, and workers do not run this program" in done.stderr
 
 
 def test_functions_of_two_runs_may_have_one_name(recipe: dict[str, Any]) -> None:

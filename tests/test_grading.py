@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import rollout_cases
-from task_cases import Rows, prompt_of, sample_of, wait_until
+from task_cases import Rows, processes_of, prompt_of, sample_of, wait_until
 
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
@@ -203,8 +202,8 @@ def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
     return grader.collect(tickets)
 
 
-def grading_processes() -> set[Any]:
-    return {process for process in multiprocessing.active_children() if process.name == "srtrl-grading"}
+def grading_processes() -> set[int]:
+    return processes_of(b"srtrl.tasks.worker", parent=os.getpid())
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +306,7 @@ def test_a_worker_ignores_interrupts_and_ends_with_all_it_started(
     def interrupt_worker() -> bool:
         workers = grading_processes() - others
         for worker in workers:
-            os.kill(worker.pid, signal.SIGINT)
+            os.kill(worker, signal.SIGINT)
         return bool(workers)
 
     daemon_ends, has_begun = tmp_path / "daemon ends", tmp_path / "begun"
@@ -341,9 +340,9 @@ def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(
     monkeypatch.setattr("srtrl.tasks.worker_pool.START_SECONDS", seconds)
     name = "hangs" if "sleep" in code else "ends"
     program = f"""
-        import multiprocessing, os, time
+        import os, sys, time
         from own_rewards import isolated
-        if multiprocessing.current_process().name == "srtrl-grading":
+        if "srtrl.tasks.worker" in " ".join(sys.orig_argv):
             {code}
         @isolated
         def act(sample):

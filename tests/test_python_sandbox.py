@@ -14,7 +14,7 @@ from secrets import token_hex
 
 import pytest
 from sandbox_attacks import ATTACKS, FILES, HARMLESS_IN_BUBBLEWRAP, REPRESENTATIVES
-from task_cases import wait_until
+from task_cases import processes_of, wait_until
 from typer.testing import CliRunner
 
 from srtrl.cli import app
@@ -39,16 +39,7 @@ SLEEP = "import time\ntime.sleep(1000)"
 
 def worker_pids(limits: SandboxLimits = OWN_LIMITS) -> set[int]:
     """All processes of the pools with these limits: interpreters, calls, and their forks."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if str(limits.wall_seconds).encode() in command and state != "Z":
-            found.add(int(folder.name))
-    return found
+    return processes_of(str(limits.wall_seconds).encode())
 
 
 def host_of(pool: PythonSandbox) -> int:

@@ -90,6 +90,8 @@ def check_importable(what: str, function: object) -> None:
     Raises:
         ValueError: the function, or one of its options, cannot be pickled.
     """
+    if getattr(function, "func", function).__module__ == "__main__":
+        raise ValueError(f"{what} is isolated, and workers do not run this program: import it from another file")
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -76,21 +76,24 @@ def check_reward(name: str, value: object) -> float:
     raise ValueError(f"reward `{name}` must return a finite number{hint}, it returned {value!r:.100}")
 
 
-def serve(connection: socket.socket, functions: IsolatedFunctions, cpu_seconds: float) -> None:
-    """Body of a worker process: grade what comes through `connection` until the other end is closed.
+def serve(descriptor: int) -> None:
+    """Body of a worker process: grade what comes through a socket until the other end is closed.
 
-    A request is a pickle of (number, sample). A reply is a line of JSON with that number: data, because the functions
-    may run anything here. `READY` stands before each request.
+    First come, as a pickle, the `IsolatedFunctions` and the limit of CPU seconds. Then a request is a pickle of
+    (number, sample), and a reply a line of JSON with that number: data, because the functions may run anything here.
+    `READY` stands before each request.
 
     The process leads a group of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
     """
-    os.setpgid(0, 0)
+    connection = socket.socket(fileno=descriptor)
+    requests = connection.makefile("rb")
+    functions, cpu_seconds = pickle.load(requests)
     own_pid = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the trainer finishes its step
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit_memory(resource.RLIMIT_DATA, MEMORY_LIMIT_BYTES)
     _limit_memory(resource.RLIMIT_AS, _mapped_bytes() + MEMORY_LIMIT_BYTES)  # shared mappings are no data
-    with suppress(EOFError, OSError), connection.makefile("rb") as requests:  # the trainer closes its end, or is gone
+    with suppress(EOFError, OSError):  # the trainer closes its end, or is gone
         while True:
             _send(connection, READY)
             number, sample = pickle.load(requests)

@@ -15,14 +15,14 @@ import queue
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from srtrl.tasks.reward_input import RewardInput
@@ -34,18 +34,16 @@ from srtrl.tasks.worker import (
     Graded,
     IsolatedFunctions,
     check_reward,
-    serve,
 )
 
 WALL_SECONDS_PER_CPU_SECOND = 20
 """A job may take this many times its CPU limit in wall-clock time: a backstop for one that sleeps or waits."""
 START_SECONDS = 120.0
 """Limit of the time that a worker takes to import its functions."""
+PROGRAM = "import sys; sys.path[:] = {path}; from srtrl.tasks.worker import serve; serve({descriptor})"
+"""Of a worker. It does not import the program that is running, as one of multiprocessing would: that may train."""
 MAX_REPLY_BYTES = 1 << 16
 """Longest line that is read from a worker."""
-
-_process_lock = threading.Lock()
-"""multiprocessing reaps children without a lock of its own; starting and reaping from several threads needs one."""
 
 
 class Worker:
@@ -55,7 +53,8 @@ class Worker:
         self._functions = functions
         self._cpu_seconds = cpu_seconds
         self._is_closed = False
-        self._process: SpawnProcess | None = None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         """None where it has ended and is reaped: another process may have its number by now."""
 
     def run(self, sample: RewardInput) -> Graded | Failure:
@@ -73,7 +72,7 @@ class Worker:
 
     def close(self) -> None:
         """Kill the process, from any thread; `run` then returns."""
-        with _process_lock:
+        with self._lock:
             self._is_closed = True
             if self._process is not None:
                 _kill_group(self._process)
@@ -82,34 +81,35 @@ class Worker:
 
     def reap(self) -> int | None:
         """Kill the process, unless it has ended, and wait for its end; returns its exit code."""
-        with _process_lock:
+        with self._lock:
             process, self._process = self._process, None
             if process is None:
                 return None
             _kill_group(process)
-            process.join()
+            process.wait()
         self._socket.close()
-        return process.exitcode
+        return process.returncode
 
     def _start(self) -> None:
         """Start a process and wait until it has imported the functions."""
-        context = get_context("spawn")  # a fork would inherit the locks of torch's and the decoder's threads
         self._received = b""
-        with _process_lock:
+        with self._lock:
             if self._is_closed:
                 raise RuntimeError("the grader is closed")
             self._socket, other_end = socket.socketpair()
-            arguments = (other_end, self._functions, self._cpu_seconds)
-            process = context.Process(target=serve, args=arguments, name="srtrl-grading", daemon=True)
-            # Ctrl-C reaches all processes, also one that has not come to ignore it yet: it inherits the blocked signal,
-            # which Python would unblock if it started its tracker of resources in between.
-            resource_tracker.ensure_running()
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            process.start()
+            program = PROGRAM.format(path=sys.path, descriptor=other_end.fileno())
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, until it is ignored there
+            with other_end:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[other_end.fileno()],
+                    process_group=0,
+                )
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            self._process = process
-        other_end.close()
         try:
+            self._socket.settimeout(START_SECONDS)
+            self._socket.sendall(pickle.dumps((self._functions, self._cpu_seconds)))
             self._expect_ready(START_SECONDS)
         except TimeoutError:
             self.reap()
@@ -188,11 +188,9 @@ class Worker:
         raise ValueError("it sent something else, or the reply to another request")
 
 
-def _kill_group(process: SpawnProcess) -> None:
-    """Kill a process and what its rewards have started: the process group that `serve` has made."""
-    process.kill()
-    assert process.pid is not None
-    with suppress(ProcessLookupError):  # it has none yet, or all of it is gone
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, which leads a group, and what its rewards have started."""
+    with suppress(ProcessLookupError):  # all of it is gone
         os.killpg(process.pid, signal.SIGKILL)
 
 
