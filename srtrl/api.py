@@ -16,7 +16,7 @@ from srtrl.metrics import write_atomic
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON
-from srtrl.run.folder import StartFlags
+from srtrl.run.place import StartFlags
 from srtrl.trainer.trainer import TrainingResult, run_training
 
 __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]
@@ -47,7 +47,7 @@ def load_recipe(
         rows: Rows to train on, in place of files: a list, a `datasets.Dataset` or another iterable of dictionaries.
             They are written to `<output_dir>/rows_<hash>.jsonl`, so that the run can be resumed and evaluated from a
             shell, too. Without a section `task` the task is `prompts`.
-        eval_rows: Held-out rows. With `rows` alone, and no section `eval`, nothing is evaluated.
+        eval_rows: Held-out rows.
 
     Raises:
         ValueError: naming file, line and option, what was expected and what to do.
@@ -73,8 +73,6 @@ def load_recipe(
             file = _write_rows(name, given, Path(source.data.get("output_dir", "runs")))
             source.put(["task", "options", split], {"files": [str(file)]}, f"argument `{name}`")
             source.data["task"].setdefault("name", "prompts")
-    if rows is not None and eval_rows is None:
-        source.data.setdefault("eval", {"before_and_after": False})
     functions: dict[str, Any] = {}
     module = f"{FROM_PYTHON}.{source.data.get('name')}"
     source.data = _plain(source.data, module, functions)

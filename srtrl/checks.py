@@ -77,6 +77,30 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
         raise source.located(RecipeError(*problems)) if source else RecipeError(*problems)
 
 
+def check_data(recipe: Recipe) -> None:
+    """Load the task as training will, where that needs no network.
+
+    Raises:
+        ValueError: what training would refuse.
+    """
+    from srtrl.model.weights import is_local
+    from srtrl.tasks.base import load_task, needs_network
+    from srtrl.trainer import build
+    from srtrl.trainer.evaluate import training_evals
+    from srtrl.trainer.sampling import DataOrder
+
+    paths = [recipe.model.path, recipe.model.tokenizer or recipe.model.path]
+    makes_model = recipe.warm_start is not None and recipe.warm_start.architecture is not None
+    if makes_model or not all(map(is_local, paths)) or needs_network(recipe.task):
+        return
+    tokenizer = build.build_tokenizer(recipe)
+    build.response_end_ids(recipe.model.path, tokenizer)
+    conversations = build.build_conversations(recipe, tokenizer)
+    task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+    DataOrder(len(task.train_prompts), recipe.seed)
+    training_evals(task, recipe)
+
+
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Pairs of a key of the recipe and a function that raises ValueError where its value cannot be used."""
     from srtrl.run.trackers import check_trackers

@@ -12,17 +12,19 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from srtrl import __version__, generation
 from srtrl.bench.replay import replay
-from srtrl.checks import build_checked, check_recipe
+from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.ranks.processes import interrupt_exit_code, is_main_process, should_report
-from srtrl.recipe.file import build_recipe, dump_recipe, read_source
+from srtrl.recipe.file import build_recipe, dump_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import shorten
+from srtrl.run.place import check_place
 
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A YAML file, or a recipe that comes with srtrl (quickstart).")
@@ -49,6 +51,10 @@ class Commands(TyperGroup):
         try:
             return super().invoke(context)
         except (typer.Exit, BrokenPipeError):  # typer handles these
+            raise
+        except TyperException as error:
+            if keys := keys_named(getattr(error, "option_name", "").lstrip("-").replace("-", "_")):
+                error.message += f"; a value of the recipe is given as {' or '.join(f'{key}=VALUE' for key in keys)}"
             raise
         except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError) as error:
             raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -135,6 +141,7 @@ def train(
         source.put(["output_dir"], str(folder.parent), "RECIPE")
         source.put(["name"], folder.name, "RECIPE")
     loaded = build_recipe(source)
+    check_place(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():  # torch takes seconds
         steps = f"{loaded.train.num_steps} steps"
         print(f"{source.path}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
@@ -269,7 +276,10 @@ def show_config(
     if gpu is not None and not check:
         raise ValueError("--gpu needs --check")
     source = read_source(recipe, overrides or ())
-    resolved = build_checked(source) if check else build_recipe(source)
+    resolved = build_recipe(source)
+    if check:
+        build_checked(source, warm_start=resolved.warm_start is not None)
+        check_data(resolved)
     text = resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved).rstrip()
     if not check:
         print(text)

@@ -21,7 +21,7 @@ from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.report.rollouts import printable
 from srtrl.resolve import cut, first_lines
-from srtrl.tasks.base import typed_prompts
+from srtrl.tasks.base import TaskBase, typed_prompts
 from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
 from srtrl.tasks.row_task import check_messages
 from srtrl.tasks.rows import Row, RowError, RowSource, read_rows
@@ -54,12 +54,10 @@ class PromptsOptions(Section):
     """Of a run: its templates are used."""
 
 
-class Prompts:
-    """A task (see `tasks.base.Task`) of given prompts, which nothing grades."""
+class Prompts(TaskBase):
+    """A task of given prompts, which nothing grades."""
 
     Options = PromptsOptions
-    verifier = None
-    train_prompts: Sequence[Prompt] = ()
 
     def __init__(
         self, options: PromptsOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int

@@ -1,13 +1,13 @@
 """A tokenizer that needs no file, and a task of given rows, for tests of tasks and grading."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from srtrl.tasks.base import Verifier
+from srtrl.tasks.base import TaskBase, Verifier
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Prompt
 
@@ -40,14 +40,11 @@ def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> Reward
     return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
 
 
-class Rows:
+class Rows(TaskBase):
     """A task of (prompt_id, answer, solution) rows, for what needs its verifier and solutions only."""
-
-    train_prompts: Sequence[Prompt] = ()
 
     def __init__(self, verifier: Verifier, *rows: tuple[str, str, str | None]) -> None:
         self.verifier = verifier
-        self.load_report: dict[str, int] = {}
         self.eval_prompts = [
             Prompt(prompt_id=name, text="x", token_ids=(0,), answer=answer) for name, answer, _ in rows
         ]

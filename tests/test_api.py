@@ -92,8 +92,8 @@ def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]
     for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
         with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
             setattr(section, name, 2)
-    assert not loaded.eval.before_and_after
-    assert srtrl.load_recipe(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3]).eval.before_and_after
+    options = srtrl.load_recipe(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3]).task.options
+    assert [len(Path(*options[split]["files"]).read_text().splitlines()) for split in ("train", "eval")] == [12, 3]
 
 
 def test_rows_are_any_dictionaries(recipe: dict[str, Any]) -> None:

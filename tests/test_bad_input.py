@@ -93,7 +93,20 @@ replay run --max-tokens 1 => run: nothing to decode: each sample has one token
 replay run --history nan => --history: expected a share of at least 0 and below 1, found
 tool python nowhere.py => tool python: nowhere.py is not a file; give the path of a file
 show-config => show-config needs a RECIPE, or --help-fields
-train run => run: cannot read the recipe: Is a directory
+train run => run: cannot read the recipe: it is the folder of a run; --resume continues it
+train folder => folder: cannot read the recipe: Is a directory
+train run/recipe.yaml name=run output_dir=. => run exists: --resume continues that run
+generate policy --prompt 1 --temperature 0 => a value of the recipe is given as rollout.temperature=VALUE or ev
+train recipe.yaml --lr 0.1 => No such option: --lr; a value of the recipe is given as train.learning_rate=VALUE
+CHECK PROMPTS eval.every_steps=2 => task.options.eval: task prompts has no held-out problems: name some in task.options
+CHECK PROMPTS eval.before_and_after=true => task.options.eval: task prompts has no held-out problems
+CHECK PROMPTS rollout.max_prompt_tokens=1 => task.options.train: 1 of 1 prompts are longer than
+CHECK PROMPTS task.options.prompt_field=text => prompts.jsonl:1: no field `text`; its fields are prompt
+CHECK 'task={name: "flawed:Bare"}' => task.name: `flawed:Bare` is no task, it lacks `Options`, `check_options`:
+CHECK 'task={name: "flawed:Slim"}' => lacks `train_prompts`, `eval_prompts`, `load_report`, `verifier`, `solution`
+CHECK 'task={name: "flawed:Short"}' => task.name: raised TypeError: Short.__init__() got an unexpected keyword argument
+CHECK 'task={name: "flawed:Deaf"}' => task.options.words: none of them fits
+CHECK 'task={name: "flawed:Silent"}' => correct, and the task flawed:Silent has no verifier: name other
 train --resume folder => folder/recipe.yaml: cannot read the recipe: No such file or
 train recipe.yaml --resume --overwrite => --resume and --overwrite exclude each other: continue the run
 train recipe.yaml --checkpoint 3 => --checkpoint needs --resume; to begin a new run from it
@@ -129,14 +142,18 @@ x => expected section.key=value
 name=../x => name: should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'
 output_dir=garbage/x => output_dir: garbage/x: garbage is a file, expected a folder
 eval.temperature=1e-44 => eval.temperature: expected 0 (greedy) or at least 1e-06, found 1e-44
-rollout.temperature=1e-44 => should be greater than or equal to 0.000001, found 1e-44
+rollout.temperature=1e-44 => should be greater than or equal to 0.000001, found 1e-44; greedy samples are those of
+algorithm.use_kl_in_reward=false => unknown key, of another trainer: leave it out where it is false
+algorithm.kl_loss_type=low_var_kl => for "low_var_kl" k3
+algorithm.loss_agg_mode=token-mean => set algorithm.reduction, for "token-mean" token_mean
+dataset_name=x => set task.options.train to {hub: NAME, split: train}
 device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
 model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
 model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
 critic.lora={} => critic.lora: a critic always learns all its weights
 model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
 task.name=arithmetics => task.name: `arithmetics` is not in srtrl/tasks/, did you mean
-task.name=os:system => task.name: `os:system` is no task; expected a class with
+task.name=os:system => task.name: `os:system` is no task, it lacks `Options`, `check_options`: make it a sub
 'task.options={x: 1}' => task.options.x: unknown key
 'task.options={min_operations: 9}' => task.options: min_operations (9) is above max_operations
 'task.options={max_value: 5, max_operand: 9}' => task.options: max_value (5) is below max_operand (9)
@@ -258,6 +275,10 @@ ABBREVIATIONS = {
     "CONTROL": "\x01",
     "ONE_SAMPLE": "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
     "OPTIONS": "algorithm.loss_options",
+    "CHECK": "show-config recipe.yaml --check",
+    "PROMPTS": """
+        'task={name: prompts, options: {train: {files: [prompts.jsonl]}}}' 'rewards=[{name: "flawed:long"}]'
+    """,
     "PARTIAL": "rollout.mode=partial algorithm.old_logprobs=recompute",
 }
 MODELS: dict[str, dict[str, object]] = {
@@ -278,6 +299,8 @@ FLAWED = """
 from srtrl.algorithms.advantages import token_level
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.recipe.schema import Section
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.reward_input import batched
 
 def only_loss(logprobs, *_, **__): return -logprobs
@@ -294,6 +317,7 @@ def needy_loss(logprobs, old, advantages, index, *, clip_low, clip_high, tau): r
 def open_loss(logprobs, old, advantages, index, *, clip_low, clip_high, **options): return -advantages * logprobs, {}
 def old_filter(rewards): return rewards[:, 0] > 0
 def trl(completions, **_): return [1.0]
+def long(sample): return sample.num_tokens
 
 def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floor=0.0):
     if power < 1:
@@ -309,6 +333,17 @@ def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return
 
 @batched
 async def marked(samples): return [1.0 for _ in samples]
+
+class Bare: pass
+class Slim:
+    Options = Section
+    check_options = staticmethod(print)
+    def __init__(self, options, *, tokenizer, max_prompt_tokens): pass
+class Short(TaskBase):
+    def __init__(self, options, tokenizer): pass
+class Silent(TaskBase): pass
+class Deaf(TaskBase):
+    def __init__(self, options, **given): raise ValueError("task.options.words: none of them fits")
 
 RATE = 3
 class Empty(DrafterBase): pass
@@ -326,6 +361,7 @@ FILES = {
     "samples.jsonl": '{"prompt_token_ids": [1], "token_ids": [9999]}\n',
     "long.jsonl": json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}),
     "rows.jsonl": '{"prompt": "1"}\n{"text": "2"}\n',
+    "prompts.jsonl": '{"prompt": "1+1="}\n',
     "flawed.py": FLAWED,
     "broken.py": "import not_there\n",
     "exits.py": "import sys\nsys.exit(0)\n",

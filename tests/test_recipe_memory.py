@@ -100,14 +100,18 @@ SHOWN = {
         "model.lora.rank=32                    saves  23.4 GiB, sum 18.6: fits, with 294 slots",
     ],
     "show-config {recipes}/grpo_gsm8k.yaml --check --gpu 5 train.sharding=fsdp2": [
-        *("sharding is not counted", "model.gradient_checkpointing=true     saves  20.9 GiB, sum 11.7\n"),
-        "then a GPU of 11 GiB is needed",
+        *("on each of 64 GPUs of 5 GiB", "model.gradient_checkpointing=true     saves  20.9 GiB"),
+        "sum 4.5: fits, with 386 slots\n",
     ],
     "show-config {recipes}/lora_math_7b.yaml --check --gpu 24": [
         "LoRA's copy of the base weights, base: device",
         "model.lora.base=host                  saves  12.2 GiB, sum 27.7\n",
         "rollout.kv_memory_gib=3.9             saves   0.2 GiB, sum 21.6: fits, with 81 slots",
     ],
+    "show-config {recipes}/grpo_math.yaml --check --gpu 80 train.sharding=fsdp2 model.path=Qwen/Qwen3-8B": [
+        *("on each of 8 GPUs of 80 GiB", f"{PASSED} fits each of 8 GPUs of 80 GiB"),
+    ],
+    "show-config {recipes}/warm_start_gsm8k.yaml --check": [f"{PASSED} `srtrl warm-start` writes runs/gsm8k-policy"],
     "show-config quickstart --check": [
         *("memory: not computed for device: cpu", f"{PASSED} trains on the CPU; runs/quickstart exists: --resume cont")
     ],

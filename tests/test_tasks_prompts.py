@@ -44,7 +44,7 @@ def load(
     """The task of these rows, those to train on, for a tokenizer of bytes."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat
-    checked = task.Options.model_validate({"train": write_rows(tmp_path / "rows.jsonl", rows), **options})  # type: ignore[attr-defined]
+    checked = task.Options.model_validate({"train": write_rows(tmp_path / "rows.jsonl", rows), **options})
     task.check_options(checked)
     return task(checked, tokenizer=tokenizer, max_prompt_tokens=100)
 

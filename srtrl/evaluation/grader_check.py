@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from srtrl.recipe.schema import GradingSection
-from srtrl.tasks.base import Task
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.final_answer import BOX, extractor
 from srtrl.tasks.grading import Grader
 from srtrl.types import Prompt
@@ -46,7 +46,7 @@ class GraderReport:
     disagreements: list[Disagreement]
 
 
-def check_grader(name: str, task: Task, grading: GradingSection, num_problems: int | None = None) -> GraderReport:
+def check_grader(name: str, task: TaskBase, grading: GradingSection, num_problems: int | None = None) -> GraderReport:
     """Ask the task's verifier about its held-out problems, or those to train on where it has no others.
 
     Raises:
@@ -82,7 +82,7 @@ def check_grader(name: str, task: Task, grading: GradingSection, num_problems: i
     )
 
 
-def _questions(task: Task, prompts: Sequence[Prompt]) -> Iterator[tuple[Question, Prompt, str]]:
+def _questions(task: TaskBase, prompts: Sequence[Prompt]) -> Iterator[tuple[Question, Prompt, str]]:
     """(question, problem, completion to be graded)."""
     solutions = [_solution(task, prompt) for prompt in prompts]
     boxed = [f"{BOX}{prompt.answer}}}" for prompt in prompts]
@@ -94,7 +94,7 @@ def _questions(task: Task, prompts: Sequence[Prompt]) -> Iterator[tuple[Question
             yield "other solution", prompt, solutions[index - 1] or boxed[index - 1]
 
 
-def _solution(task: Task, prompt: Prompt) -> str | None:
+def _solution(task: TaskBase, prompt: Prompt) -> str | None:
     try:
         return task.solution(prompt)
     except ValueError:  # its row has none

@@ -17,7 +17,7 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
-from srtrl.tasks.base import Task, load_task
+from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
@@ -60,7 +60,7 @@ class EvalOutcome:
 
     name: str
     recipe: Recipe
-    task: Task
+    task: TaskBase
     groups: list[RolloutGroup]
     """One per problem, in order."""
     metrics: dict[str, float]

@@ -37,6 +37,8 @@ OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
 """Sections whose keys are suggested last: the same name is the policy's in another section."""
 ABSENT = {"critic.lora": "a critic always learns all its weights; model.lora is the policy's"}
 """Keys that are not there on purpose."""
+HINTS = {"rollout.temperature": "; greedy samples are those of evaluations, eval.temperature=0"}
+"""Further words where a value is out of its range."""
 
 EXPECTED = {
     "invalid_key": "should be a text (quote it if it looks like a number)",
@@ -129,6 +131,8 @@ class RecipeSource:
         """
         for override in overrides:
             where = f"override `{override}`"
+            if not isinstance(override, str):
+                raise RecipeError(Problem("", "expected a text, section.key=value", where))
             name, equals, text = override.partition("=")
             names = name.strip().split(".")
             if not equals or not all(names):
@@ -161,7 +165,9 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else f"not UTF-8 ({error})"
-        if isinstance(error, FileNotFoundError):
+        if (path / "recipe.yaml").is_file():
+            reason = f"it is the folder of a run; --resume continues it, and its recipe is {path / 'recipe.yaml'}"
+        elif isinstance(error, FileNotFoundError):
             reason += suggestion(path.stem, bundled)
             reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"
         raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from error
@@ -236,7 +242,7 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
             mismatches.setdefault(key, []).append(expected)
             shown[key] = _show(detail["input"])
     for key, alternatives in mismatches.items():
-        yield Problem(key, f"{' or '.join(alternatives)}, found {shown[key]}")
+        yield Problem(key, f"{' or '.join(alternatives)}, found {shown[key]}{HINTS.get(key, '')}")
 
 
 def _key_in(data: Any, location: Sequence[Any]) -> str:
@@ -255,6 +261,13 @@ def _foreign_names() -> dict[str, str]:
     """Name of an option in another trainer -> the key that does the same here, or a sentence."""
     names: dict[str, str] = read_yaml(FOREIGN_NAMES.read_text(encoding="utf-8"), str(FOREIGN_NAMES))[0]
     return names
+
+
+def keys_named(name: str) -> list[str]:
+    """Up to two keys of a recipe that end in this name, or do what another trainer's option of this name does."""
+    meant = _foreign_names().get(name, "")
+    named = [key for key in fields_of(Recipe) if key.rpartition(".")[2] == name or key == meant]
+    return sorted(named, key=lambda key: key.startswith(OTHER_MODELS))[:2]
 
 
 def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:

@@ -190,8 +190,8 @@ class EvalSection(Section):
 
     every_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations during training; by default only before and after."""
-    before_and_after: bool = True
-    """Evaluate the first and the last policy; the end of the run shows both."""
+    before_and_after: bool | Literal["auto"] = "auto"
+    """Evaluate the first and the last policy; `auto`: where there are held-out problems."""
     num_problems: int | None = Field(default=None, ge=1)
     """Held-out problems to use, from the first; by default all of the task's."""
     num_samples: int = Field(default=1, ge=1, le=MAX_WIDTH)

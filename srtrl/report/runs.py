@@ -40,7 +40,8 @@ class Run:
     @property
     def rollout_files(self) -> dict[int, Path]:
         """The files of the saved rollouts by step, in order; empty where there are none."""
-        return {step_of(path): path for path in sorted((self.folder / "rollouts").glob("step_*.parquet"))}
+        files = sorted((self.folder / "rollouts").glob("step_*.parquet"))
+        return {step_of(path): path for path in files if "." not in path.stem}  # else it is not srtrl's
 
 
 def read_run(folder: Path) -> Run:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, write_atomic
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
 from srtrl.run.checkpoint import delete, latest_checkpoint, list_checkpoints, num_log_bytes, numbered, step_of
+from srtrl.run.place import StartFlags, check_place, is_empty, run_path
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (
@@ -36,17 +37,6 @@ MADE_IN = ".made_in"
 """File with the inodes of the run's folder and of the folder that it was started in: those of an archive differ."""
 CHECKSUM = "# SHA-256 of the lines below: "
 """First line of `recipe.yaml`."""
-
-
-class StartFlags(TypedDict, total=False):
-    """How a run begins; without any, in a new folder."""
-
-    resume: bool
-    """Continue from the last checkpoint of the run's folder; a run that is not there is begun."""
-    overwrite: bool
-    """Rename a folder that is in the way to `NAME.1` (or the next free number), and begin in a new one."""
-    from_step: int | None
-    """With `resume`, continue from the checkpoint of this step, and delete later ones."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,11 +102,6 @@ def _inodes(folder: Path) -> str:
     return f"{folder.stat().st_ino} {Path.cwd().stat().st_ino}\n"
 
 
-def run_path(recipe: Recipe) -> Path:
-    """Where the run of this recipe lives."""
-    return Path(recipe.output_dir) / recipe.name
-
-
 def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
     """Refuse what `open_run_folder` would refuse; changes nothing, so that it can run before anything else.
 
@@ -124,30 +109,12 @@ def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
         With `resume`, a line for each option that differs from the run's recipe.
 
     Raises:
-        ValueError: flags that exclude each other; a folder that exists without any, or is a link; a model in it;
-            `resume` of a folder that is no run, whose recipe has changed, that has lost its checkpoints, or with
-            another value of one of `LOCKED_KEYS`.
+        ValueError: as `check_place`; `resume` of a folder that is no run, whose recipe has changed, that has lost its
+            checkpoints, or with another value of one of `LOCKED_KEYS`.
     """
+    check_place(recipe, **flags)
     folder = run_path(recipe)
-    resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
-    if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
-    if not resume and flags.get("from_step") is not None:
-        raise ValueError("--checkpoint needs --resume; to begin a new run from it: name=OTHER model.path=CHECKPOINT")
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        kind = "a link" if folder.is_symlink() else "a file"
-        raise ValueError(f"{folder} is {kind}; the run's folder would be there: change `name` or `output_dir`")
-    for key, path in recipe.model.model_dump(include={"path", "tokenizer"}).items():
-        if path and Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"model.{key}: {path} is in the run's own folder, which changes: take another `name`")
-    if is_empty(folder) or overwrite:
-        return []
-    if not resume:
-        raise ValueError(
-            f"{folder} exists: --resume continues that run, --overwrite renames it to {folder.name}.1 and begins "
-            "again, name=OTHER starts a run of its own"
-        )
-    return _check_resume(folder, recipe)
+    return [] if is_empty(folder) or flags.get("overwrite") else _check_resume(folder, recipe)
 
 
 @contextmanager
@@ -254,13 +221,6 @@ def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str
         heading = "--resume: these options cannot change within a run; undo the change, or start a run with name=OTHER:"
         raise ValueError("\n  ".join([heading, *first_lines(refused)]))
     return changes
-
-
-def is_empty(folder: Path) -> bool:
-    """Whether a folder is not there, or has at most what a run that was killed at its start leaves."""
-    if folder.is_symlink() or not folder.is_dir():
-        return not os.path.lexists(folder)
-    return all(is_temporary(path) or (path.name == ".lock" and path.lstat().st_size == 0) for path in folder.iterdir())
 
 
 @contextmanager

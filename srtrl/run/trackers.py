@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from srtrl.environments.base import mark_segments
 from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import LogSection, Recipe
-from srtrl.run.folder import flatten, rollout_rows, run_path
+from srtrl.run.folder import flatten, rollout_rows
+from srtrl.run.place import run_path
 from srtrl.types import RolloutGroup
 
 if TYPE_CHECKING:

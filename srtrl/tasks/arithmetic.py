@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from srtrl.recipe.schema import Section
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Prompt
 
@@ -104,7 +105,7 @@ def _normalise(integer: str) -> str:
     return f"-{digits}" if integer.startswith("-") and digits != "0" else digits
 
 
-class Task:
+class Task(TaskBase):
     """Prompts of the procedural arithmetic task; see the options for the difficulty."""
 
     Options = ArithmeticOptions

@@ -1,16 +1,23 @@
 """The interface of a task, and the task that a recipe names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import Recipe, Section, TaskSection
-from srtrl.resolve import resolve_class
+from srtrl.resolve import Caught, describe_error, describe_value, resolve_class
 from srtrl.tasks.rendering import Message
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+NO_HELD_OUT = (
+    "task {} has no held-out problems: name some in task.options, or train without evaluation "
+    "(eval.before_and_after=false, no eval.every_steps)"
+)
 
 
 class Verifier(Protocol):
@@ -26,33 +33,43 @@ class Verifier(Protocol):
         """Whether `text` (a whole completion) gives the reference `answer`."""
 
 
-class Task(Protocol):
-    """Prompts, their grading, and supervised targets.
+class TaskBase:
+    """Prompts, their grading, and supervised targets. A task is a subclass; what it leaves out is as here."""
 
-    A task is a class with these attributes, a class attribute `Options` (a `Section`: the documentation and check of
-    `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and a class method
-    `check_options(options)` that raises ValueError for mistakes that can be seen before any weight is loaded. It may
-    have a class method `typed_prompt(options, text)`: see `typed_prompts`.
-    """
+    Options: type[Section] = Section
+    """The documentation and check of `task.options`."""
+    train_prompts: Sequence[Prompt] = ()
+    """Problems to train on; empty where the options name none."""
+    eval_prompts: Sequence[Prompt] = ()
+    """Held-out problems; empty where the options name none."""
+    load_report: Mapping[str, int] = MappingProxyType({})
+    """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
 
-    @property
-    def train_prompts(self) -> Sequence[Prompt]:
-        """Problems to train on; empty where the options name none."""
+    def __init__(self, options: Any, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> None:
+        """Load the prompts of at most so many tokens; ValueError for what is wrong with the data."""
 
-    @property
-    def eval_prompts(self) -> Sequence[Prompt]:
-        """Held-out problems; empty where the options name none."""
-
-    @property
-    def load_report(self) -> dict[str, int]:
-        """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
-
-    @property
+    @cached_property
     def verifier(self) -> Verifier | None:
         """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
+        return None
+
+    @classmethod
+    def check_options(cls, options: Any) -> None:
+        """Raise ValueError for mistakes in the options that can be seen before any weight is loaded."""
+
+    @classmethod
+    def needs_network(cls, options: Any) -> bool:
+        """Whether the prompts are downloaded."""
+        return False
+
+    @classmethod
+    def typed_prompt(cls, options: Any, text: Any) -> tuple[str, list[Message] | None]:
+        """A prompt that is not of the task's data as the task would ask it; see `typed_prompts`."""
+        return text, None
 
     def solution(self, prompt: Prompt) -> str:
-        """The supervised target of a prompt; ValueError if its row has none."""
+        """The supervised target of a prompt; ValueError if it has none."""
+        raise ValueError(f"{prompt.prompt_id} has no solution: this task has none")
 
 
 def check_task(recipe: Recipe) -> None:
@@ -60,6 +77,15 @@ def check_task(recipe: Recipe) -> None:
     task_class, options = _resolve_task(recipe.task)
     task_class.check_options(options)
     _check_judges(task_class, recipe)
+    wants_eval = recipe.eval.before_and_after is True or recipe.eval.every_steps is not None
+    if wants_eval and getattr(options, "eval", options) is None:
+        raise ValueError(f"task.options.eval: {NO_HELD_OUT.format(recipe.task.name)}")
+
+
+def needs_network(task: TaskSection) -> bool:
+    """Whether loading the task downloads something."""
+    task_class, options = _resolve_task(task)
+    return bool(getattr(task_class, "needs_network", TaskBase.needs_network)(options))
 
 
 def load_task(
@@ -68,7 +94,7 @@ def load_task(
     *,
     max_prompt_tokens: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
-) -> Task:
+) -> TaskBase:
     """Load the prompts of the recipe's task, tokenised for `tokenizer`, of at most `rollout.max_prompt_tokens`.
 
     Args:
@@ -85,7 +111,14 @@ def load_task(
         template_options = {"tools": list(tools), **getattr(options, "chat_template_options", {})}
         options = options.model_copy(update={"chat_template_options": template_options})
     longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
-    task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
+    with Caught() as caught:
+        task: TaskBase = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
+        _check_members(recipe.task.name, task)
+    if (error := caught.error) is not None:
+        if ":" not in recipe.task.name:
+            raise error
+        what = str(error) if isinstance(error, ValueError) else f"task.name: raised {describe_error(error)}"
+        raise ValueError(what) from error
     _check_judges(task, recipe)
     return task
 
@@ -127,7 +160,16 @@ def typed_prompts(task: TaskSection, prompts: Sequence[str | list[Message]]) -> 
 
 def _resolve_task(task: TaskSection) -> tuple[Any, Section]:
     task_class = resolve_class("srtrl.tasks", task.name, "Task")
-    options = getattr(task_class, "Options", None)
+    _check_members(task.name, task_class, ("Options", "check_options"))
+    options = task_class.Options
     if not (isinstance(options, type) and issubclass(options, Section)):
-        raise ValueError(f"`{task.name}` is no task; expected a class with `Options`, a subclass of Section")
+        raise ValueError(f"`{task.name}`: its `Options` is {describe_value(options)}; expected a subclass of Section")
     return task_class, validate_section(options, dict(task.options), "task.options")
+
+
+def _check_members(name: str, task: object, members: Sequence[str] = ()) -> None:
+    """Refuse a task, or its class, that lacks one of these members, by default one that a trainer reads."""
+    needed = members or ("train_prompts", "eval_prompts", "load_report", "verifier", "solution")
+    if lacking := ", ".join(f"`{member}`" for member in needed if not hasattr(task, member)):
+        base = f"{__name__}:TaskBase"
+        raise ValueError(f"`{name}` is no task, it lacks {lacking}: make it a subclass of {base}, which has defaults")

@@ -20,7 +20,7 @@ from typing import Any, Self
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
-from srtrl.tasks.base import Task
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.event_loop import event_loop
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
@@ -70,7 +70,7 @@ class Grader:
     """
 
     def __init__(
-        self, task: Task, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
+        self, task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
     ) -> None:
         self._rewards = resolve_rewards(rewards)
         self._max_new_tokens = max_new_tokens

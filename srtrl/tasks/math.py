@@ -15,6 +15,7 @@ In a recipe, for the rows of GSM8K, whose answer stands at the end of the worked
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
@@ -98,7 +99,7 @@ class Task(RowTask[MathOptions]):
 
     Options = MathOptions
 
-    @property
+    @cached_property
     def verifier(self) -> "Verifier":
         """The judge of all completions: math-verify, or a comparison of letters for multiple choice."""
         return is_correct if self._options.choices_field is None else is_chosen

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from srtrl.tasks.row_task import RowOptions, RowTask, text_of
 
 if TYPE_CHECKING:
-    from srtrl.tasks.base import Verifier
+    pass
 
 
 class PromptsOptions(RowOptions):
@@ -42,4 +42,4 @@ class Task(RowTask[PromptsOptions]):
     """Prompts that only rewards judge; see the options."""
 
     Options = PromptsOptions
-    verifier: "Verifier | None" = None
+    verifier = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from srtrl.recipe.schema import Section
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
 from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
 from srtrl.types import Prompt
@@ -77,7 +78,7 @@ class RowOptions(Section):
 OptionsT = TypeVar("OptionsT", bound=RowOptions)
 
 
-class RowTask(Generic[OptionsT]):
+class RowTask(TaskBase, Generic[OptionsT]):
     """Prompts from rows; see the options. A subclass adds `Options` and `verifier`."""
 
     def __init__(self, options: OptionsT, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> None:
@@ -94,6 +95,11 @@ class RowTask(Generic[OptionsT]):
                 check_source(source, f"task.options.{split}")
                 for name in source.files:
                     next(read_prompts(options, RowSource(files=[name]), split, Counter()))
+
+    @classmethod
+    def needs_network(cls, options: OptionsT) -> bool:
+        """Whether rows come from the hub."""
+        return any(source is not None and source.hub is not None for source in (options.train, options.eval))
 
     @classmethod
     def typed_prompt(cls, options: OptionsT, prompt: str | list[Message]) -> tuple[str, list[Message] | None]:

@@ -12,7 +12,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import FixedDraws, OnProgress, collect_rollouts
 from srtrl.run.metrics import turn_metrics
 from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
-from srtrl.tasks.base import Task
+from srtrl.tasks.base import NO_HELD_OUT, TaskBase
 from srtrl.trainer.build import eval_sampling
 from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
@@ -21,18 +21,32 @@ TURN_METRICS = ("environment/turns_mean", "environment/call_share", "environment
 """Of `turn_metrics`, logged in evaluations."""
 
 
-def held_out_prompts(task: Task, recipe: Recipe) -> list[Prompt]:
+def held_out_prompts(task: TaskBase, recipe: Recipe) -> list[Prompt]:
     """The first `eval.num_problems` held-out problems of the task (all by default).
 
     Raises:
         ValueError: the task has none.
     """
     if not task.eval_prompts:
-        raise ValueError(
-            f"task {recipe.task.name} has no held-out problems: name some in task.options, or train without evaluation "
-            "(eval.before_and_after=false, no eval.every_steps)"
-        )
+        raise ValueError(NO_HELD_OUT.format(recipe.task.name))
     return list(task.eval_prompts[: recipe.eval.num_problems])
+
+
+def evaluates_ends(task: TaskBase, recipe: Recipe) -> bool:
+    """Whether the first and the last policy are evaluated: `auto` where the task has held-out problems."""
+    choice = recipe.eval.before_and_after
+    return bool(task.eval_prompts) if choice == "auto" else choice
+
+
+def training_evals(task: TaskBase, recipe: Recipe) -> tuple[bool, list[Prompt]]:
+    """Whether the first and the last policy of a run are evaluated, and the problems of all its evaluations.
+
+    Raises:
+        ValueError: there are to be evaluations, and the task has no such problems.
+    """
+    at_ends = evaluates_ends(task, recipe)
+    has_evals = at_ends or recipe.eval.every_steps is not None
+    return at_ends, held_out_prompts(task, recipe) if has_evals else []
 
 
 def evaluate(

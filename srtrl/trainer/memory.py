@@ -28,7 +28,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import is_local, read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.run.folder import is_empty, run_path
+from srtrl.run.place import is_empty, run_path
 from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, build_draft_head, number_of_slots
 from srtrl.trainer.draft_head import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
@@ -41,6 +41,8 @@ MAX_SHARE = 0.9
 fragmentation."""
 DECODER_BYTES = 4 * 10**8
 """Of the decoder's buffers where Triton is not installed, which they need: about as much for all models up to 14B."""
+NUM_GPUS = (2, 4, 8, 16, 32, 64)
+"""With `train.sharding: fsdp2` the plan is for the first of these that fits, or for those of this machine."""
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
@@ -66,6 +68,8 @@ class MemoryPlan:
     """Bytes of the KV cache of one sequence of the maximum length."""
     slots: int
     """Sequences decoded at a time."""
+    num_gpus: int
+    """GPUs that share what `train.sharding: fsdp2` shards."""
 
     @property
     def total(self) -> int:
@@ -83,13 +87,18 @@ class MemoryPlan:
         return int(MAX_SHARE * self.gpu_bytes)
 
     @property
+    def gpus(self) -> str:
+        """Whose memory it is, as a sentence has it."""
+        return "a GPU" if self.num_gpus == 1 else f"each of {self.num_gpus} GPUs"
+
+    @property
     def fits(self) -> bool:
         """Whether the step runs on this GPU."""
         return self.total <= self.limit and self.parts[KV_CACHE] >= self.smallest_kv
 
 
-def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPlan:
-    """Memory of a training step, without sharding.
+def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: int = 1) -> MemoryPlan:
+    """Memory of a training step on each GPU.
 
     Attention counts as FlashAttention, and every token's logits are computed, as though there were no prompts.
 
@@ -97,6 +106,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPl
         recipe: Where `rollout.slots` or `rollout.kv_memory_gib` is auto, it is chosen for this GPU.
         config: The shape of the recipe's model.
         gpu_bytes: Memory of a GPU with nothing else on it.
+        num_gpus: With `train.sharding: fsdp2`, those that share the weights (see `srtrl/ranks/sharding.py`).
 
     Raises:
         ValueError: `rollout.kv_memory_gib` is given, and does not hold a sequence of the maximum length.
@@ -109,6 +119,14 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPl
         critic, critic_gradients, _ = _learner_bytes(config, section, is_critic=True)
         parts["critic"] = sum(critic.values())
         gradients = max(gradients, critic_gradients)  # one model after the other learns
+    gathered = 0
+    if recipe.train.sharding == "fsdp2":  # parts are float32; the decoder and passes use whole weights of their type
+        float32 = parts["weights"] * 4 // DTYPES[recipe.model.dtype].itemsize
+        parts["masters"], parts["moments"] = float32 // num_gpus, parts["moments"] // num_gpus
+        parts["reference"] = float32 // num_gpus if has_reference else 0
+        parts["critic"] = (float32 + critic["moments"]) // num_gpus if recipe.critic else 0
+        gradients //= num_gpus
+        gathered = 2 * parts["weights"] // config.num_hidden_layers  # of two layers at a time
     if recipe.rollout.draft_head is not None:
         parts["draft head"] = _draft_head_bytes(config, recipe)
     policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
@@ -125,8 +143,8 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPl
         )
     parts[KV_CACHE] = kv
     parts["gradients"] = gradients
-    parts["activations"] = _activation_bytes(config, section, recipe.train.micro_batch_tokens)
-    return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots)
+    parts["activations"] = gathered + _activation_bytes(config, section, recipe.train.micro_batch_tokens)
+    return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots, num_gpus=num_gpus)
 
 
 def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> list[tuple[str, int, MemoryPlan]]:
@@ -162,7 +180,7 @@ def _change(
             changed = build_recipe(source)
         except RecipeError:  # it does not go with another option
             continue
-        changed_plan = plan_memory(changed, config, plan.gpu_bytes)
+        changed_plan = plan_memory(changed, config, plan.gpu_bytes, plan.num_gpus)
         kept = "total" if change == KV_CHANGE else "without_kv"
         saved = getattr(plan, kept) - getattr(changed_plan, kept)
         if saved > 0:
@@ -181,32 +199,35 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         ValueError: see `find_config` and `plan_memory`.
     """
     origin = "--gpu"
+    if recipe.warm_start is not None and recipe.warm_start.architecture is not None:
+        yield "memory: not computed for the model that warm_start.architecture makes"
+        yield f"verdict: all names, options and paths are correct; `srtrl warm-start` writes {recipe.warm_start.output}"
+        return
     if gpu_gib is None and recipe.device == "cpu":
         yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
         yield _verdict(recipe, "trains on the CPU")
         return
-    if gpu_gib is None and torch.cuda.is_available():
+    is_here, origin = gpu_gib is None and torch.cuda.is_available(), "--gpu"
+    if is_here:
         device = torch.cuda.get_device_properties(0)
         gpu_gib, origin = device.total_memory / GIB, device.name
     elif gpu_gib is None:
         gpu_gib, origin = DEFAULT_GPU_GIB, "there is none here; --gpu GIB for another size"
     config, source = find_config(recipe.model.path)
-    plan = plan_memory(recipe, config, int(gpu_gib * GIB))
-    if recipe.train.sharding != "ddp":
-        origin += "; sharding is not counted"
+    plan = _plan_sharded(recipe, config, int(gpu_gib * GIB), num_here=torch.cuda.device_count() if is_here else 0)
     notes = {"weights": f"{recipe.model.path}{source}", KV_CACHE: f"for {plan.slots} slots"}
     if plan.parts[KV_CACHE] < plan.smallest_kv:
         notes[KV_CACHE] = f"and one sequence needs {plan.smallest_kv / GIB:.1f}"
     if (lora := recipe.model.lora) is not None:
         notes |= {"masters": "A and B of LoRA", "reference": f"LoRA's copy of the base weights, base: {lora.base}"}
-    yield f"memory of a training step on one GPU of {gpu_gib:.4g} GiB ({origin}), computed:"
+    yield f"memory of a training step on {plan.gpus} of {gpu_gib:.4g} GiB ({origin}), computed:"
     for name, num_bytes in plan.parts.items():
         if num_bytes or name in notes:
             yield f"  {name:<18}{num_bytes / GIB:7.1f} GiB  {notes.get(name, '')}".rstrip()
     verdict = "fits" if plan.fits else "does not fit"
     limit = f"{'at most' if plan.total <= plan.limit else 'more than'} {plan.limit / GIB:.1f} GiB"
     yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {verdict}: {limit}, {MAX_SHARE:.0%} of the GPU"
-    place = f"a GPU of {gpu_gib:.4g} GiB"
+    place = f"{plan.gpus} of {gpu_gib:.4g} GiB"
     if not torch.cuda.is_available() and recipe.device == "auto":
         place += " (there is none here: trains on the CPU)"
     if plan.fits:
@@ -219,9 +240,21 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         plan = changed
     if not plan.fits:
         least = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
-        yield f"  then a GPU of {least:.0f} GiB is needed, or a smaller model; several GPUs share all weights with"
-        yield "  train.sharding=fsdp2 (not with model.lora)"
+        share = "; several GPUs share weights and optimizer with" if plan.num_gpus == 1 else ""
+        yield f"  then a GPU of {least:.0f} GiB is needed, or a smaller model{share}"
+        yield from ["  train.sharding=fsdp2 (not with model.lora)"] if share else []
     yield _verdict(recipe, f"does not fit {place}{', but with these changes' if plan.fits else ''}")
+
+
+def _plan_sharded(recipe: Recipe, config: ModelConfig, gpu_bytes: int, *, num_here: int) -> MemoryPlan:
+    """The plan; with `train.sharding: fsdp2` for the GPUs of this machine, or for as few as fit."""
+    if recipe.train.sharding != "fsdp2":
+        return plan_memory(recipe, config, gpu_bytes)
+    for num_gpus in (num_here,) if num_here > 1 else NUM_GPUS:
+        plan = plan_memory(recipe, config, gpu_bytes, num_gpus)
+        if plan.fits:
+            break
+    return plan
 
 
 def _verdict(recipe: Recipe, outcome: str) -> str:

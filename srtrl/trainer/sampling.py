@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from srtrl.engine.engine import Engine
     from srtrl.environments.conversations import Conversations
-    from srtrl.tasks.base import Task
+    from srtrl.tasks.base import TaskBase
 
 DRAWS_PER_PROMPT = 10
 """`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
@@ -114,7 +114,7 @@ class DataOrder:
 class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
-    def __init__(self, context: RolloutContext, task: Task) -> None:
+    def __init__(self, context: RolloutContext, task: TaskBase) -> None:
         self.context = context
         self.task = task
         self.num_draws = 0

@@ -30,18 +30,11 @@ from srtrl.run.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from srtrl.run.folder import (
-    RunFolder,
-    StartFlags,
-    check_run_folder,
-    open_run_folder,
-    run_path,
-    step_file_name,
-    write_rollouts,
-)
+from srtrl.run.folder import RunFolder, check_run_folder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.machine import MACHINE_FILE, describe_machine
 from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
+from srtrl.run.place import StartFlags, run_path
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
 from srtrl.run.trackers import check_trackers, log_samples, start_trackers
 from srtrl.tasks.base import load_task
@@ -49,7 +42,7 @@ from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.critic import update_critic, with_values
-from srtrl.trainer.evaluate import evaluate, held_out_prompts
+from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.lora import LoraAdamW, base_weights
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
 from srtrl.trainer.off_policy import load_earlier, off_policy_metrics, save_earlier
@@ -204,8 +197,7 @@ class Trainer:
         tools = self.conversations.tools if self.conversations is not None else ()
         self.task = load_task(recipe, self.tokenizer, tools=tools)
         self.prompts_sha256 = digest_prompts(self.task.train_prompts, self.checkpoint)
-        has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
-        self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
+        self.evaluates_ends, self.eval_prompts = training_evals(self.task, recipe)
 
     def _load_models(self) -> None:
         """Policy, reference and critic, with the optimizers of those that learn."""
@@ -266,7 +258,8 @@ class Trainer:
         say, resume = self.progress.say, self.flags.get("resume")
         if self.run.moved_to is not None:
             say(f"--overwrite: the folder that was {self.run.path} is now {self.run.moved_to}")
-        counts = ", ".join(f"{name} {count:,}" for name, count in self.task.load_report.items())
+        report = self.task.load_report or {"training prompts": len(self.task.train_prompts)}
+        counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
         say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.tokenizer))
         for change in self.changes:
@@ -319,7 +312,7 @@ class Trainer:
             with freeze_gc(), self.interrupt, self.progress:
                 with self._stage("compile"), reporting_compilation(self.progress.compiling):
                     self.engine.warm_up()
-                if self.step == 0 and self.recipe.eval.before_and_after:
+                if self.step == 0 and self.evaluates_ends:
                     self._record_observations(0)
                     self._write_row(metrics := self.evaluate())
                     self.progress.say(f"before training: {describe_held_out(metrics)}")
@@ -376,7 +369,7 @@ class Trainer:
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """`eval/...` metrics where `eval` asks for them after this step, else nothing."""
         section = self.recipe.eval
-        is_last = section.before_and_after and step == self.recipe.train.num_steps
+        is_last = self.evaluates_ends and step == self.recipe.train.num_steps
         if not is_last and (section.every_steps is None or step % section.every_steps != 0):
             return {}
         return self.evaluate()

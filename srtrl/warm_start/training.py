@@ -30,9 +30,9 @@ from srtrl.run.checkpoint import save_policy
 from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
-from srtrl.tasks.base import Task, load_task
+from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer import build
-from srtrl.trainer.evaluate import held_out_prompts
+from srtrl.trainer.evaluate import evaluates_ends, held_out_prompts
 from srtrl.trainer.objective import Objective, response_logprobs
 from srtrl.trainer.optimizer import MasterWeightAdamW
 from srtrl.trainer.passes import UpdateContext
@@ -96,7 +96,7 @@ def _run(
         tokenizer = _tokenizer(recipe, section)
         conversations = build.build_conversations(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
-        if recipe.eval.before_and_after:
+        if has_eval := evaluates_ends(task, recipe):
             held_out_prompts(task, recipe)  # raises where there are none
         model = _model(recipe, section, tokenizer, build.choose_device(recipe))
         build.shard_model(model, recipe, ranks)
@@ -124,7 +124,7 @@ def _run(
     if num_left_out:
         progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
     held_out = None
-    if recipe.eval.before_and_after:  # of the saved weights, as RL will load them
+    if has_eval:  # of the saved weights, as RL will load them
         saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
         [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
     figures = held_out.metrics if held_out is not None else {}
@@ -263,7 +263,7 @@ def supervised_step(
 
 
 def solution_sequence(
-    task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, conversations: Conversations | None = None
+    task: TaskBase, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, conversations: Conversations | None = None
 ) -> TrainSequence:
     """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
 
@@ -296,7 +296,7 @@ def solution_sequence(
 def solution_batches(
     recipe: Recipe,
     section: WarmStartSection,
-    task: Task,
+    task: TaskBase,
     tokenizer: PreTrainedTokenizerBase,
     conversations: Conversations | None = None,
 ) -> Iterator[tuple[list[TrainSequence], int]]:

@@ -1,0 +1,60 @@
+"""Where a run lives, and whether it may begin there: looked at before anything is loaded, so nothing imports torch."""
+
+import os
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from srtrl.metrics import is_temporary
+from srtrl.recipe.schema import Recipe
+
+
+class StartFlags(TypedDict, total=False):
+    """How a run begins; without any, in a new folder."""
+
+    resume: bool
+    """Continue from the last checkpoint of the run's folder; a run that is not there is begun."""
+    overwrite: bool
+    """Rename a folder that is in the way to `NAME.1` (or the next free number), and begin in a new one."""
+    from_step: int | None
+    """With `resume`, continue from the checkpoint of this step, and delete later ones."""
+
+
+def run_path(recipe: Recipe) -> Path:
+    """Where the run of this recipe lives."""
+    return Path(recipe.output_dir) / recipe.name
+
+
+def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
+    """Refuse a folder in which the run cannot begin.
+
+    Raises:
+        ValueError: flags that exclude each other; a folder that exists without any, or is a link; a model in it.
+    """
+    folder = run_path(recipe)
+    resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
+    try:
+        is_free = is_empty(folder)
+    except OSError as error:  # the path is too long, or may not be read
+        raise ValueError(f"output_dir: {error}") from error
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
+    if not resume and flags.get("from_step") is not None:
+        raise ValueError("--checkpoint needs --resume; to begin a new run from it: name=OTHER model.path=CHECKPOINT")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        kind = "a link" if folder.is_symlink() else "a file"
+        raise ValueError(f"{folder} is {kind}; the run's folder would be there: change `name` or `output_dir`")
+    for key, path in recipe.model.model_dump(include={"path", "tokenizer"}).items():
+        if path and Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"model.{key}: {path} is in the run's own folder, which changes: take another `name`")
+    if not (is_free or overwrite or resume):
+        raise ValueError(
+            f"{folder} exists: --resume continues that run, --overwrite renames it to {folder.name}.1 and begins "
+            "again, name=OTHER starts a run of its own"
+        )
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is not there, or has at most what a run that was killed at its start leaves."""
+    if folder.is_symlink() or not folder.is_dir():
+        return not os.path.lexists(folder)
+    return all(is_temporary(path) or (path.name == ".lock" and path.lstat().st_size == 0) for path in folder.iterdir())
