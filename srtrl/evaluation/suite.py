@@ -197,7 +197,7 @@ def bare_source(model: str, max_prompt_tokens: int = 1024, max_new_tokens: int =
     rollout = {"num_prompts": 1, "num_samples": 2, **_lengths(model, max_prompt_tokens, max_new_tokens)}
     train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
     data = {"name": "eval", "model": {"path": model}, "rollout": rollout, "train": train}
-    return RecipeSource(Path("--task"), data)
+    return RecipeSource(Path(f"defaults for {model}"), data)
 
 
 def suite_recipe(
