@@ -15,7 +15,7 @@ from srtrl.generation import Generated, generate
 from srtrl.metrics import write_atomic
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import FROM_PYTHON
+from srtrl.resolve import FROM_PYTHON, Caught
 from srtrl.run.place import StartFlags
 from srtrl.trainer.trainer import TrainingResult, run_training
 
@@ -130,9 +130,9 @@ def _write_rows(name: str, rows: Rows, folder: Path) -> Path:
                 f"{name}: expected a list, a `datasets.Dataset` or another iterable of dictionaries; item {index} is "
                 f'{row!r:.80} (of a DatasetDict take a split, data["train"]; of a DataFrame .to_dict("records"))'
             )
-        try:
+        with Caught() as caught:
             lines.append(json.dumps(dict(row), default=methodcaller("tolist")) + "\n")  # of NumPy and torch
-        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        if (error := caught.error) is not None:
             raise ValueError(f"{name}: item {index} is no JSON: {error}; leave such fields out") from error
     if not lines:
         raise ValueError(f"{name}: there are none (an iterator gives its rows only once)")

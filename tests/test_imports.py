@@ -22,7 +22,7 @@ IMPORTED_BY = {
     "--help": set(),
     "train --help": set(),
     "show-config quickstart": set(),
-    # Losses are tried on tensors, prompts are tokenised, and the classes of drafters hold kernels (Numba imports SciPy).
+    # Losses are tried, prompts are tokenised, and the classes of drafters hold kernels; Numba imports SciPy.
     "show-config quickstart --check": {"torch", "transformers", "numba", "scipy"},
     "generate bundled:tiny rollout.max_new_tokens=1 --prompt 1+2": {"torch", "transformers", "numba", "scipy"},
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from srtrl.recipe.schema import RewardSection
-from srtrl.resolve import check_call, resolve_function
+from srtrl.resolve import Caught, check_call, resolve_function
 
 RESERVED_NAMES = frozenset({"mean", "kl_penalty"})
 """`reward/...` metrics of the trainer."""
@@ -92,7 +92,8 @@ def check_importable(what: str, function: object) -> None:
     """
     if getattr(function, "func", function).__module__ == "__main__":
         raise ValueError(f"{what} is isolated, and workers do not run this program: import it from another file")
-    try:
+    with Caught() as caught:
         pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"{what} is isolated and must be a function of an importable module: {error}") from error
+    if caught.error is not None:
+        reason = f"must be a function of an importable module: {caught.error}"
+        raise ValueError(f"{what} is isolated and {reason}") from caught.error
