@@ -58,6 +58,7 @@ generate gone --prompt 1 => gone/tokenizer.json: a link to nowhere, which is not
 generate length --prompt 1 => length: transformers reads no tokenizer from this folder: '>' not supported between
 generate calls --prompt 1 --chat => the tokenizer's chat template refuses: maximum recursion depth exceeded (Recurs
 generate number --prompt 1 --chat => the tokenizer's chat template refuses: Can't compile non template nodes (TypeErr
+generate words --prompt x => the tokenizer refuses the prompts: WordLevel error: Missing [UNK] token
 generate half --prompt 1 --chat => the text of the prompt '0' has half of a surrogate pair, which is no character
 generate named --prompt 1 --chat => the tokenizer's chat templates are rag, tool_use, without a default: set task.opt
 generate policy --prompts pipe.yaml => pipe.yaml: a pipe, a socket or a device; expected a regular file
@@ -158,7 +159,7 @@ device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
 model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
 model.lora.rank=17 => model.lora.rank: expected at most 16, the smallest side of the matrices
 'model.lora={rank: 100000, targets: [q_proj]}' => model.lora.rank: expected at most 32, the smallest side of the matr
-model.path=./lacking => model.path: lacking: no safetensors weights; pytorch_model.bin and other formats are not read
+model.path=./lacking => model.path: lacking: no safetensors weights; another format (pytorch_model.bin) is not
 model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
 critic.lora={} => critic.lora: a critic always learns all its weights
 model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
@@ -397,7 +398,7 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     (folder / "folder").mkdir()
     for name in ("run", "foreign", "holes", "quiet", "silent"):
         shutil.copytree(finished(train__num_steps=2), folder / name)
-    for name in ("merges", "chat", "nested", "piped", "gone", "length", "lacking", *TEMPLATES, *MODELS):
+    for name in ("merges", "chat", "nested", "piped", "gone", "length", "lacking", "words", *TEMPLATES, *MODELS):
         shutil.copytree(policy, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -422,6 +423,8 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
         os.mkfifo(folder / name)
     (folder / "lacking" / "model.safetensors").rename(folder / "lacking" / "pytorch_model.bin")
     (folder / "nested" / "config.json").write_text("[" * 100_000)
+    words = {"type": "WordLevel", "vocab": {"1": 0}, "unk_token": "<unk>"}
+    change_json(folder / "words" / "tokenizer.json", model=words)
     change_json(folder / "length" / "tokenizer_config.json", model_max_length="x")
     for name, template in TEMPLATES.items():
         change_json(folder / name / "tokenizer_config.json", chat_template=template)

@@ -181,7 +181,7 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
             _load,
             weight_file,
             None,
-            r"no safetensors weights; pytorch_model\.bin and other formats are not read: convert",
+            r"no safetensors weights; another format \(pytorch_model\.bin\) is not read; convert it",
         ),
         (read_config, config, b"{", r"config\.json: no readable JSON"),
         (read_config, config, None, r"no config\.json"),
@@ -206,7 +206,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters is .*mrope_section"),
     ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; supported: divisors of 4 heads"),
     ({"head_dim": 7}, "transformers cannot read this config: .*head_dim"),
-    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a number from 1e-12 to 1,000,000,000,000.0"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a number from 1e-12 to 1"),
+    ({"rms_norm_eps": 2}, "rms_norm_eps is 2; expected a number from 1e-12 to 1"),
+    ({"rope_theta": 1e300}, r"rope_theta is 1e\+300; expected a number from 1e-12 to 1,000,000,000,000"),
+    ({"auto_map": 5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters is"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; expected a number"),
     ({"rms_norm_eps": -1}, "rms_norm_eps is -1; expected a number"),
     ({"rms_norm_eps": None}, "transformers cannot read this config: .*rms_norm_eps"),
@@ -376,7 +379,7 @@ DAMAGES = {
     "a single file, too": f"holds model.safetensors and the files of {INDEX}: delete one of the two saves",
     "no index, and a file is gone": f"no {INDEX}, and its model-*-of-*.safetensors are not one whole save",
     "no index, and a file of another save": f"no {INDEX}, and its model-*-of-*.safetensors are not one whole save",
-    "another format": "no safetensors weights; pytorch_model.bin and other formats are not read: convert",
+    "another format": "no safetensors weights; another format (pytorch_model.bin) is not read; convert it once",
 }
 
 

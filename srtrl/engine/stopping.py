@@ -29,12 +29,14 @@ def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
         token_ids: Tokens of the model.
         options: Of the tokenizer's `decode`.
     """
+    ids, different = list(token_ids), list(set(token_ids))
+    tokens = dict(zip(different, tokenizer.convert_ids_to_tokens(different), strict=True))
     text, start = "", 0
-    for index, token in enumerate(tokenizer.convert_ids_to_tokens(list(token_ids))):
-        if token is None:
-            text += tokenizer.decode(list(token_ids[start:index]), **options) + UNKNOWN
+    for index, token_id in enumerate(ids):
+        if tokens[token_id] is None:
+            text += tokenizer.decode(ids[start:index], **options) + UNKNOWN
             start = index + 1
-    return text + str(tokenizer.decode(list(token_ids[start:]), **options))
+    return text + str(tokenizer.decode(ids[start:], **options))
 
 
 def count_unknown(tokenizer: Tokenizer, token_ids: npt.NDArray[np.integer[Any]]) -> int:

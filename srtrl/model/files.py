@@ -15,10 +15,6 @@ from torch import Tensor
 
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_NO_WEIGHTS = (
-    "no safetensors weights; pytorch_model.bin and other formats are not read: convert them with transformers, "
-    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-)
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
@@ -42,7 +38,8 @@ def weight_files(folder: Path) -> Sequence[Path]:
     files = sorted(folder.glob("model-*-of-*.safetensors"))
     numbers = [[*map(int, re.findall(r"[0-9]+", file.stem))] for file in files]
     if not files:
-        raise ValueError(f"{folder}: {_NO_WEIGHTS}")
+        convert = "convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        raise ValueError(f"{folder}: no safetensors weights; another format (pytorch_model.bin) is not read; {convert}")
     if numbers != [[index + 1, len(files)] for index in range(len(files))]:
         raise ValueError(f"{folder}: no {INDEX_FILE}, and its model-*-of-*.safetensors are not one whole save")
     return files

@@ -36,7 +36,7 @@ _PLAIN_LLAMA = {*_SIZES, "model_type", "rms_norm_eps", "tie_word_embeddings"} - 
 _WITHOUT_EFFECT = {"architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id"}
 _ROPE_FIELDS = {field.name for field in fields(RopeConfig)}
 _SCALES = _ROPE_FIELDS - {"rope_type"} | {"rms_norm_eps", "partial_rotary_factor"}
-"""Numbers from 1e-12 to 1e12."""
+"""Numbers from 1e-12 to 1e12; the norms' epsilon to 1."""
 
 
 def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's config") -> ModelConfig:
@@ -94,7 +94,7 @@ def _check_numbers(given: Mapping[str, Any], source: str) -> None:
         if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
             _check_numbers(value, f"{source}: {name}")
         is_size = name in _SIZES
-        low, high = (1, _SIZES[name]) if is_size else (1e-12, 1e12)
+        low, high = (1, _SIZES[name]) if is_size else (1e-12, 1 if name == "rms_norm_eps" else 1e12)
         is_number = type(value) is int or (type(value) is float and not is_size)
         is_read = (is_size or name in _SCALES) and (value is not None or name == "rope_theta")
         if is_read and not (is_number and low <= value <= high):
@@ -140,7 +140,7 @@ def _refuse(config: PreTrainedConfig, rope: Mapping[str, Any], source: str) -> N
     for name, value, is_supported, supported in (
         *((name, fields[name], fields[name] in values, values[0]) for name, values in _PLAIN.items()),
         ("layer_types", layer_types, set(layer_types) <= {"full_attention"}, "full_attention"),
-        ("auto_map", fields["auto_map"], "AutoModelForCausalLM" not in (fields["auto_map"] or ()), "no own code"),
+        ("auto_map", fields["auto_map"], "AutoModelForCausalLM" not in str(fields["auto_map"]), "no own code"),
         ("num_key_value_heads", num_kv_heads, num_heads % num_kv_heads == 0, f"divisors of {num_heads} heads"),
         ("rope_parameters", rope, rope_is_supported, "rope_type default, linear or llama3, for the whole head"),
     ):

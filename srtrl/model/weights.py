@@ -162,7 +162,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
         name = "TokenizersBackend" if _has_plain_tokenizer(folder) else "AutoTokenizer"
         loaded = getattr(transformers, name).from_pretrained(folder, trust_remote_code=False)
-        loaded.decode(loaded("a")["input_ids"])  # values of other types than they should have are noticed here
+        loaded.decode(loaded("")["input_ids"])  # values of other types than they should have are noticed here
         return cast("PreTrainedTokenizerBase", loaded)
     reason = f"{caught.error} ({type(caught.error).__name__})"
     raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {reason}") from caught.error

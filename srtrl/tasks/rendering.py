@@ -74,7 +74,10 @@ def tokenise(
             if SURROGATE.search(prompt.text):
                 found = f"half of a surrogate pair, which is no character: {prompt.text[-80:]!r}"
                 raise ValueError(f"the text of the prompt {prompt.prompt_id!r} has {found}")
-        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        with Caught() as caught:
+            encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        if caught.error is not None:
+            raise ValueError(f"the tokenizer refuses the prompts: {caught.error}") from caught.error
         for prompt, ids in zip(chunk, encoded, strict=True):
             tokenised.append(replace(prompt, token_ids=tuple(ids)))
     for prompt in tokenised:
