@@ -118,7 +118,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "rollout.drafter", partial(_check_drafter, recipe)
     if recipe.rollout.environment is not None:
         yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment, recipe.rollout.mode)
-    yield "output_dir", partial(_check_folder, recipe.output_dir)
+    yield "output_dir", partial(check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_output, recipe.warm_start.output)
     yield "device", partial(choose_device, recipe)
@@ -315,7 +315,8 @@ def _check_drafter(recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
     """Check that a local model, or the architecture of a warm start, is supported and has room for the lengths."""
-    from srtrl.model.weights import has_tokenizer, is_local, read_config
+    from srtrl.model.weights import check_weights, has_tokenizer, is_local, locate, read_config
+    from srtrl.trainer.lora import check_rank
 
     model, tokenizer = recipe.model.path, recipe.model.tokenizer
     architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
@@ -324,7 +325,11 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
     if architecture is not None:
         model, num_positions = "warm_start.architecture", architecture.max_position_embeddings
     elif is_local(model):
-        num_positions = read_config(model).max_position_embeddings
+        config = read_config(model)
+        num_positions = config.max_position_embeddings
+        check_weights(locate(model), config)
+        if recipe.model.lora is not None:
+            check_rank(recipe.model.lora, config)
     else:
         return
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
@@ -335,7 +340,7 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
         raise RecipeError(Problem("rollout.max_new_tokens", message))
 
 
-def _check_folder(folder: str) -> None:
+def check_folder(folder: str) -> None:
     """Refuse a folder whose path, or the beginning of it, is a file."""
     for path in (Path(folder), *Path(folder).parents):
         if path.exists() and not path.is_dir():
@@ -344,6 +349,6 @@ def _check_folder(folder: str) -> None:
 
 def _check_output(folder: str) -> None:
     """Refuse the current folder, or one around it, which a result cannot replace."""
-    _check_folder(folder)
+    check_folder(folder)
     if Path.cwd().is_relative_to(Path(folder).resolve()):
         raise ValueError(f"{folder} holds the current folder, expected another one")

@@ -136,7 +136,8 @@ def new_folder(final: Path) -> Iterator[Path]:
     It has a name of its own until then, beside `final`, which must not exist or be an empty folder.
     """
     temporary = temporary_beside(final)
-    temporary.mkdir(parents=True)
+    with named_in_errors(final):
+        temporary.mkdir(parents=True)
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):

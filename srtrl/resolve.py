@@ -166,6 +166,19 @@ def describe_error(error: BaseException) -> str:
     return cut(text, 300) + place
 
 
+def regular_file(path: Path) -> Path:
+    """`path`; what opens it reports what is missing, or a folder.
+
+    Raises:
+        ValueError: it is a link to nothing, or something that may have no end.
+    """
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path}: a link to {path.readlink()}, which is not there")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path}: a pipe, a socket or a device; expected a regular file")
+    return path
+
+
 def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A sentence part naming the nearest known name (", did you mean `x`?"), or nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)

@@ -72,6 +72,9 @@ class Letters:
     def decode(self, token_ids: list[int], /) -> str:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
+    def convert_ids_to_tokens(self, ids: list[int], /) -> list[str]:
+        return [self.decode([token]) for token in ids]
+
 
 def make_request(
     draw: int = 0,

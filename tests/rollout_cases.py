@@ -119,6 +119,9 @@ class FakeTokenizer:
         assert skip_special_tokens
         return f"{token_ids[0]}/{token_ids[1]}STOP and more"
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return ["" for _ in ids]
+
 
 def prompt_of(draw: int) -> Prompt:
     return Prompt(prompt_id=str(draw), text="", token_ids=(draw,), answer="")

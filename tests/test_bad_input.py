@@ -1,6 +1,7 @@
 """Bad input: each incorrect command line gives one message, before any training, and changes no file."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -37,13 +38,31 @@ generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Fac
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
 generate merges --prompt 1 => merges: transformers reads no tokenizer from this folder: Token `a` out of vocabulary
-generate text --prompt 1 => text/config.json: transformers cannot read this config
+generate text --prompt 1 => text/config.json: vocab_size is 'x'; expected an integer from 1 to 1,048,576
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
 generate dora --prompt 1 => dora/adapter_config.json: use_dora is True, supported: False
-generate other --prompt 1 => other: its model.layers.0.self_attn.k_proj.lora_A and lora_B fit no matrix of ./policy
+generate other --prompt 1 => other: tensor model.layers.0.self_attn.k_proj.lora_B has shape [32, 32]; by rank
 generate head --prompt 1 => head: unexpected tensors lm_head.lora_A, lm_head.lora_B; supported: LoRA of the layers
 generate ranks --prompt 1 => ranks/adapter_config.json: r is 'x'
 generate orphan --prompt 1 => ./nowhere: not a local folder
+generate itself --prompt 1 => itself/adapter_config.json: base_model_name_or_path is './itself'; expected a model that
+generate chain --prompt 1 => chain/adapter_config.json: base_model_name_or_path is './circle'; expected a model that
+generate circle --prompt 1 => circle/adapter_config.json: base_model_name_or_path is './chain'; expected a model that
+generate alpha --prompt 1 => alpha/adapter_config.json: lora_alpha is nan; expected a number above 0
+generate zero --prompt 1 => zero/adapter_config.json: r is 0; expected a number above 0
+generate rank --prompt 1 => rank: tensor model.layers.0.self_attn.q_proj.lora_A has shape [32, 32]; by rank 8 and ./pol
+generate nested --prompt 1 => nested/config.json: no readable JSON: maximum recursion depth exceeded
+generate base --prompt 1 => base/config.json: rope_theta is 'x'; expected a number from 1e-12 to
+generate piped --prompt 1 => piped/generation_config.json: a pipe, a socket or a device; expected a regular file
+generate gone --prompt 1 => gone/tokenizer.json: a link to nowhere, which is not there
+generate length --prompt 1 => length: transformers reads no tokenizer from this folder: '>' not supported between
+generate calls --prompt 1 --chat => the tokenizer's chat template refuses: maximum recursion depth exceeded (Recurs
+generate number --prompt 1 --chat => the tokenizer's chat template refuses: Can't compile non template nodes (TypeErr
+generate words --prompt x => the tokenizer refuses the prompts: WordLevel error: Missing [UNK] token
+generate half --prompt 1 --chat => the text of the prompt '0' has half of a surrogate pair, which is no character
+generate named --prompt 1 --chat => the tokenizer's chat templates are rag, tool_use, without a default: set task.opt
+generate policy --prompts pipe.yaml => pipe.yaml: a pipe, a socket or a device; expected a regular file
+generate policy --prompts gone.yaml => gone.yaml: a link to nowhere, which is not there
 generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM'
 eval => MODEL_OR_RUN is missing: name a model or the folder of a run
 eval policy => policy is not a run folder: name what to evaluate, with
@@ -81,6 +100,7 @@ generate chat --prompt 1 --chat => the tokenizer's chat template refuses: Range 
 generate policy --prompt 1 "rollout.stop_strings=['']" => rollout.stop_strings.0: should have at least 1 character
 compare run --out curve.png => --out: expected a file name that ends in .svg, found
 export run new --adapter => --adapter: run has none, for its recipe has no model.lora: leave the option out
+export run /dev/null/x => /dev/null/x: /dev/null is a file, expected a folder
 export run folder => folder exists and is not an empty folder: delete it, or
 bench rolout => `rolout` is not in srtrl/bench/, did you mean `rollout`?
 bench ../cli => `../cli` is not in srtrl/bench/
@@ -131,6 +151,11 @@ warm-start recipe.yaml 'warm_start={output: .}' => warm_start.output: . holds th
 warm-start recipe.yaml 'warm_start={output: /proc/x}' => warm_start.output: /proc/x cannot be written
 warm-start recipe.yaml 'warm_start={output: folder}' => warm_start.output: folder exists and is not empty; use
 warm-start recipe.yaml 'warm_start={output: link}' => warm_start.output: link exists and is not empty
+show-config pipe.yaml => pipe.yaml: a pipe, a socket or a device; expected a regular file
+show-config /dev/zero => /dev/zero: a pipe, a socket or a device; expected a regular file
+show-config gone.yaml => gone.yaml: a link to nowhere, which is not there
+train missing.yaml 'task.options={train: {files: [pipe.jsonl]}}' => train.files.0: pipe.jsonl: a pipe, a socket or a
+train missing.yaml 'task.options={train: {files: [gone.jsonl]}}' => train.files.0: gone.jsonl: a link to nowhere, which
 show-config broken.yaml => broken.yaml:1:8: not valid YAML
 show-config mine.yaml => mine.yaml: model: is missing
 train quikstart => No such file or directory, did you mean `quickstart`?; recipes that come with srtrl: d
@@ -149,6 +174,9 @@ algorithm.loss_agg_mode=token-mean => set algorithm.reduction, for "token-mean" 
 dataset_name=x => set task.options.train to {hub: NAME, split: train}
 device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
 model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
+model.lora.rank=17 => model.lora.rank: expected at most 16, the smallest side of the matrices
+'model.lora={rank: 100000, targets: [q_proj]}' => model.lora.rank: expected at most 32, the smallest side of the matr
+model.path=./lacking => model.path: lacking: no safetensors weights; another format (pytorch_model.bin) is not
 model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
 critic.lora={} => critic.lora: a critic always learns all its weights
 model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
@@ -285,6 +313,7 @@ MODELS: dict[str, dict[str, object]] = {
     "text": {"vocab_size": "x"},
     "end": {"eos_token_id": 10**12},
     "code": {"auto_map": {"AutoModelForCausalLM": "os.system"}},
+    "base": {"rope_theta": "x"},
 }
 """Folders of models with such values in their config."""
 ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
@@ -293,8 +322,21 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "head": ("./policy", "lm_head", {}),
     "orphan": ("./nowhere", "model.layers.0.self_attn.q_proj", {}),
     "ranks": ("./policy", "model.layers.0.self_attn.q_proj", {"r": "x"}),
+    "alpha": ("./policy", "model.layers.0.self_attn.q_proj", {"lora_alpha": math.nan}),
+    "zero": ("./policy", "model.layers.0.self_attn.q_proj", {"r": 0}),
+    "rank": ("./policy", "model.layers.0.self_attn.q_proj", {"r": 8}),
+    "itself": ("./itself", "model.layers.0.self_attn.q_proj", {}),
+    "chain": ("./circle", "model.layers.0.self_attn.q_proj", {}),
+    "circle": ("./chain", "model.layers.0.self_attn.q_proj", {}),
 }
 """Folders of adapters: base model, module, and values in the config."""
+TEMPLATES: dict[str, object] = {
+    "calls": "{% macro call() %}{{ call() }}{% endmacro %}{{ call() }}",
+    "number": 5,
+    "half": "{{ '\\ud800' }}",
+    "named": [{"name": "rag", "template": "{{ messages }}"}, {"name": "tool_use", "template": "{{ tools }}"}],
+}
+"""Folders of models with such chat templates."""
 FLAWED = """
 from srtrl.algorithms.advantages import token_level
 from srtrl.drafters.base import DrafterBase
@@ -392,7 +434,7 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     (folder / "folder").mkdir()
     for name in ("run", "foreign", "holes", "quiet", "silent"):
         shutil.copytree(finished(train__num_steps=2), folder / name)
-    for name in ("merges", "chat", *MODELS):
+    for name in ("merges", "chat", "nested", "piped", "gone", "length", "lacking", "words", *TEMPLATES, *MODELS):
         shutil.copytree(policy, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -409,6 +451,19 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     (folder / "holes" / "rollouts" / "step_000001.parquet").mkdir()
     model = json.loads((policy / "tokenizer.json").read_text())["model"]
     change_json(folder / "merges" / "tokenizer.json", model=model | {"vocab": {}, "merges": [["a", "b"]]})
+    for name in ("gone.yaml", "gone.jsonl", "gone/tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("nowhere")
+    for name in ("pipe.yaml", "pipe.jsonl", "piped/generation_config.json"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    (folder / "lacking" / "model.safetensors").rename(folder / "lacking" / "pytorch_model.bin")
+    (folder / "nested" / "config.json").write_text("[" * 100_000)
+    words = {"type": "WordLevel", "vocab": {"1": 0}, "unk_token": "<unk>"}
+    change_json(folder / "words" / "tokenizer.json", model=words)
+    change_json(folder / "length" / "tokenizer_config.json", model_max_length="x")
+    for name, template in TEMPLATES.items():
+        change_json(folder / name / "tokenizer_config.json", chat_template=template)
     for name, values in MODELS.items():
         change_json(folder / name / "config.json", **values)
     for name, (base, module, values) in ADAPTERS.items():

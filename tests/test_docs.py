@@ -63,7 +63,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "eval__num_samples": NUM_EVAL_SAMPLES,
         "train__num_steps": 2,
     },
-    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {}},
+    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {"rank": 4}},
     "turns": {
         "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
         "rollout__max_new_tokens": 32,

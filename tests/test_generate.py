@@ -7,17 +7,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bench_cases import write_rows
-from tiny_run import make_checkpoint
+from tiny_run import VOCAB_SIZE, make_checkpoint, make_policy, make_recipe, train
 from typer.testing import CliRunner, Result
 
 from srtrl import generate
 from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
+from srtrl.engine.stopping import UNKNOWN, count_unknown, decode
+from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import TaskSection
+from srtrl.report.rollouts import read_samples
+from srtrl.report.runs import read_run
+from srtrl.run.metrics import describe_step
 from srtrl.tasks.base import typed_prompts
 
 SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")
@@ -139,3 +145,45 @@ def test_mistakes_are_named_and_those_of_a_file_counted_after_the_third(policy: 
     for prompts, message in mistakes:
         with pytest.raises(ValueError, match=message):
             generate(str(policy), prompts)
+
+
+def test_tokens_that_the_tokenizer_lacks_are_said_counted_and_seen_in_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a vocabulary of 300 the tokenizer has 257; stop strings may lie in their texts, or span them."""
+    wide, said = make_policy(tmp_path / "wide", vocab_size=300), "the tokenizer lacks 43 of the model's tokens"
+    flags = ("--prompt", "1+1=", "--samples", 6, "rollout.max_new_tokens=20", "rollout.drafter=none")
+    _, rows = run(wide, *flags)
+    assert [record.message for record in caplog.records] == [f"{said}; in texts they are <|unknown|>"]
+    for row in rows:
+        assert row["text"].count(UNKNOWN) == sum(token >= VOCAB_SIZE for token in row["token_ids"])
+    text = next(row["text"] for row in rows if UNKNOWN in row["text"][1:])
+    place = text.index(UNKNOWN, 1)
+    for stop in (text[place - 1 : place + len(UNKNOWN)], UNKNOWN[-3:], UNKNOWN + UNKNOWN):
+        stopping = f"rollout.stop_strings=[{json.dumps(stop)}]"
+        _, stopped = run(wide, *flags, stopping)
+        assert [row["text"] for row in stopped] == [row["text"].partition(stop)[0] for row in rows]
+        assert [row["finish_reason"] == "stop" for row in stopped] == [
+            stop in row["text"] or row["finish_reason"] == "stop" for row in rows
+        ]
+        assert run(wide, *flags[:-1], stopping)[1] == stopped, "speculation is exact"
+    result_of_training = train(make_recipe(wide, tmp_path, train__num_steps=1, eval__every_steps=None))
+    (row,) = (row for row in read_metrics(result_of_training.folder / "metrics.jsonl") if row["step"] == 1)
+    samples = read_samples(read_run(result_of_training.folder), step=1)
+    assert row["tokens/unknown"] == sum(sample["text"].count(UNKNOWN) for sample in samples) > 0
+    assert f"{row['tokens/unknown']} tokens that the tokenizer does not have" in describe_step(row)
+
+
+def test_known_tokens_are_decoded_as_the_tokenizer_does() -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    end, text = tokenizer.eos_token_id, tokenizer.encode("Zürich: 12+30=")
+    for token_ids in ([], text, [*text, end], text[1:2]):
+        assert decode(tokenizer, token_ids) == tokenizer.decode(token_ids)
+        assert decode(tokenizer, token_ids, skip_special_tokens=True) == tokenizer.decode(
+            token_ids, skip_special_tokens=True
+        )
+    assert decode(tokenizer, [5000]) == UNKNOWN
+    mixed = [5000, *text, 5001, 5002, *text, end]
+    expected = f"{UNKNOWN}Zürich: 12+30={UNKNOWN}{UNKNOWN}Zürich: 12+30="
+    assert decode(tokenizer, mixed, skip_special_tokens=True) == expected
+    assert count_unknown(tokenizer, np.array([*mixed, 5002])) == 4

@@ -167,7 +167,8 @@ def test_a_run_is_resumed_exported_and_started_from_its_adapter(
     assert all(map(torch.equal, trainer.policy.parameters(), saved.parameters()))
     merged = load_model(tmp_path / "exported", dtype=trainer.policy.dtype, device="cpu")
     assert all(map(torch.equal, merged.parameters(), saved.parameters()))
-    with pytest.raises(ValueError, match=r"model.lora: rank 2, .* the adapter at model.path has rank 4, alpha 12"):
+    shapes = r"model\.layers\.0\.self_attn\.q_proj\.lora_A is \[2, 32\] here and \[4, 32\] there"
+    with pytest.raises(ValueError, match=rf"model.lora: rank 2, .* has rank 4, alpha 12 and 28; {shapes}"):
         Trainer(again.model_copy(update={"model": again.model.model_copy(update={"lora": LoraSection(rank=2)})}))
 
 

@@ -29,18 +29,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "the newer layout": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
     "another width": {"head_dim": 8},
-    "several ends": {"eos_token_id": [1, 2]},
+    "an unknown field": {"layer_types": None},
     "an odd head": {"hidden_size": 20},
     "an uneven head": {"hidden_size": 26},
     "uneven groups": {"num_key_value_heads": 3},
-    "a text": {"rms_norm_eps": "1e-5"},
-    "a truth": {"num_hidden_layers": True},
+    "null": {"tie_word_embeddings": None},
+    "a number": {"tie_word_embeddings": 1},
+    "an activation": {"hidden_act": "gelu"},
 }
 """What makes a config one for `transformers` to read, or to refuse."""
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"rope_theta": 500.0, "eos_token_id": 0, "dtype": "float32"}, {"vocab_size": 7}]
+    "changes", [{}, {"rope_theta": 500.0, "eos_token_id": [0, 1], "dtype": "float32"}, {"vocab_size": 7}]
 )
 def test_a_plain_config_means_what_transformers_reads(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fields = PLAIN | changes

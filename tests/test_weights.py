@@ -1,8 +1,12 @@
 """Models in and out: what is read, what is refused and how, and that saved folders are whole."""
 
 import json
+import math
+import os
+import re
 import resource
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -166,9 +170,19 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     weight_file, config, tokenizer = (folder / name for name in ("model.safetensors", "config.json", "tokenizer.json"))
     tokenizer_config, named = folder / "tokenizer_config.json", b'{"tokenizer_class": "Qwen2Tokenizer"}'
     cases: list[tuple[Callable[[Path], object], Path, bytes | None, str]] = [
-        (_load, shard, None, r"its safetensors files lack 4 of 74 tensors"),
+        (
+            _load,
+            shard,
+            None,
+            r"index\.json names files that are missing: model-00001-of-00009\.safetensors; is the down",
+        ),
         (_load, weight_file, weight_file.read_bytes()[:-100], r"model\.safetensors: no readable safetensors file"),
-        (_load, weight_file, None, "neither model.safetensors nor"),
+        (
+            _load,
+            weight_file,
+            None,
+            r"no safetensors weights; another format \(pytorch_model\.bin\) is not read; convert it",
+        ),
         (read_config, config, b"{", r"config\.json: no readable JSON"),
         (read_config, config, None, r"no config\.json"),
         (load_tokenizer, tokenizer_config, named, r"no tokenizer in this folder; expected one of tokenizer\.json"),
@@ -192,7 +206,27 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters is .*mrope_section"),
     ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; supported: divisors of 4 heads"),
     ({"head_dim": 7}, "transformers cannot read this config: .*head_dim"),
-    ({"rms_norm_eps": "1e-6"}, "transformers cannot read this config: .*rms_norm_eps"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a number from 1e-12 to 1"),
+    ({"rms_norm_eps": 2}, "rms_norm_eps is 2; expected a number from 1e-12 to 1"),
+    ({"rope_theta": 1e300}, r"rope_theta is 1e\+300; expected a number from 1e-12 to 1,000,000,000,000"),
+    ({"auto_map": 5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters is"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; expected a number"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps is -1; expected a number"),
+    ({"rms_norm_eps": None}, "transformers cannot read this config: .*rms_norm_eps"),
+    ({"rope_theta": None}, "rope_theta is None; expected a number"),
+    ({"rope_theta": True}, "rope_theta is True; expected a number"),
+    ({"rope_theta": math.inf}, "rope_theta is inf; expected a number"),
+    ({"rope_theta": 0}, "rope_theta is 0; expected a number"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling: factor is 0; expected a number"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters: rope_theta is 'x'; expected a number"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected an integer from 1 to 1,024"),
+    ({"hidden_size": 2**31}, "hidden_size is 2147483648; expected an integer from 1 to 1,048,576"),
+    ({"hidden_size": 24.0}, r"hidden_size is 24\.0; expected an integer"),
+    ({"vocab_size": True}, "vocab_size is True; expected an integer"),
+    ({"num_attention_heads": -4}, "num_attention_heads is -4; expected an integer"),
+    ({"num_attention_heads": "4"}, "num_attention_heads is '4'; expected an integer"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings is 0; expected an integer"),
+    ({"intermediate_size": [40]}, r"intermediate_size is \[40\]; expected an integer"),
 ]
 
 
@@ -253,6 +287,148 @@ def test_bundled_models_and_hub_names_are_found_or_refused(
     download.side_effect = LocalEntryNotFoundError("no connection")
     with pytest.raises(ValueError, match=r"someone/other: not a local folder.*no connection"):
         read_config("someone/other")
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], names: Sequence[str], *, index: bool = True) -> None:
+    """Save tensors in files of these names, in place of a single file."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    of = {name: names[place * len(names) // len(tensors)] for place, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: tensors[name] for name in of if of[name] == file}, folder / file)
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
+def shard_names(count: int, stem: str = "model") -> list[str]:
+    return [f"{stem}-{part + 1:05}-of-{count:05}.safetensors" for part in range(count)]
+
+
+FIRST, SECOND = shard_names(2)
+NORM, EMBEDDING, INDEX = "model.norm.weight", "model.embed_tokens.weight", "model.safetensors.index.json"
+SAVES = (
+    *("shards of another save", "a part of them", "other names", "any names", "one file", "the single file, named"),
+    *("no index", "the single file, and an index", "the single file, and shards"),
+)
+
+
+def write_save(kind: str, folder: Path, new: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    """The files of a save, perhaps among those of an older one."""
+    match kind:
+        case "shards of another save":
+            write_shards(folder, old, shard_names(3))
+            write_shards(folder, new, shard_names(2))
+        case "a part of them":
+            write_shards(folder, old, shard_names(3))
+            (folder / shard_names(3)[0]).unlink()
+            write_shards(folder, new, shard_names(4))
+        case "other names":
+            write_shards(folder, new, shard_names(2, "model.safetensors"))
+        case "any names":
+            write_shards(folder, new, ["b.safetensors", "a.safetensors"])
+        case "one file":
+            write_shards(folder, new, ["weights.safetensors"])
+        case "the single file, named":
+            write_shards(folder, new, ["model.safetensors"])
+        case "no index":
+            write_shards(folder, new, shard_names(3), index=False)
+        case "the single file, and an index":
+            write_shards(folder, old, shard_names(3))
+            save_file(new, folder / "model.safetensors")
+            (folder / shard_names(3)[1]).unlink()
+        case "the single file, and shards":
+            write_shards(folder, old, shard_names(3), index=False)
+            save_file(new, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_the_weights_of_the_last_save_are_read(kind: str, folder: Path) -> None:
+    new = load_file(folder / "model.safetensors")
+    write_save(kind, folder, new, {name: torch.randn_like(tensor) for name, tensor in new.items()})
+    tensors = named_tensors(_load(folder))
+    assert set(tensors) == set(new)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in tensors.items())
+
+
+IN_INDEX: list[tuple[str, object, str]] = [
+    (NORM, "nowhere.safetensors", f"{INDEX} names files that are missing: nowhere.safetensors"),
+    (NORM, f"../{SECOND}", f"{INDEX}: the file of {NORM} is '../{SECOND}'; expected the name of a file in this folder"),
+    (NORM, "/etc/passwd", f"{INDEX}: the file of {NORM} is '/etc/passwd'; expected the name of a file"),
+    (NORM, "..", f"{INDEX} names files that are missing: .."),
+    (NORM, 3, f"{INDEX}: the file of {NORM} is 3; expected the name of a file"),
+    (EMBEDDING, SECOND, f"{SECOND}: lacks tensor {EMBEDDING}, which"),
+    ("extra", "config.json", "config.json: no readable safetensors file"),
+]
+"""A tensor and its file in the index of two shards, and the message."""
+INDICES = {
+    "{": "no readable JSON",
+    "[" * 100_000: "no readable JSON: maximum recursion depth exceeded",
+    "[]": "expected a JSON object, found a list",
+    "{}": "weight_map is None; expected the file of each tensor",
+    '{"weight_map": {}}': "weight_map is {}; expected",
+    '{"weight_map": ["a"]}': "weight_map is ['a']; expected",
+}
+"""The text of an index, and the message."""
+DAMAGES = {
+    "a file is gone": f"{INDEX} names files that are missing: {SECOND}; is the download complete?",
+    "a file is a link to nothing": f"{SECOND}: a link to nowhere, which is not there",
+    "a file is a pipe": f"{SECOND}: a pipe, a socket or a device; expected a regular file",
+    "the index is a link to nothing": f"{INDEX}: a link to nowhere, which is not there",
+    "a tensor is there twice": f"{SECOND}: tensor {EMBEDDING} is there twice, for {FIRST} holds it too",
+    "a tensor is in another file": f"{FIRST}: lacks tensor {EMBEDDING}, which",
+    "a tensor too many": f"{SECOND}: unexpected tensor extra (a llama has none of this name)",
+    "a single file, too": f"holds model.safetensors and the files of {INDEX}: delete one of the two saves",
+    "no index, and a file is gone": f"no {INDEX}, and its model-*-of-*.safetensors are not one whole save",
+    "no index, and a file of another save": f"no {INDEX}, and its model-*-of-*.safetensors are not one whole save",
+    "another format": "no safetensors weights; another format (pytorch_model.bin) is not read; convert it once",
+}
+
+
+def damage(kind: str, folder: Path) -> None:
+    """Change the files of two shards with an index."""
+    first, second, index = folder / FIRST, folder / SECOND, folder / INDEX
+    one, two = load_file(first), load_file(second)
+    if kind in ("a file is gone", "a file is a link to nothing", "a file is a pipe", "no index, and a file is gone"):
+        second.unlink()
+    if kind.startswith(("no index", "the index", "another format")):
+        index.unlink()
+    match kind:
+        case "a file is a link to nothing":
+            second.symlink_to("nowhere")
+        case "a file is a pipe":
+            os.mkfifo(second)
+        case "the index is a link to nothing":
+            index.symlink_to("nowhere")
+        case "a tensor is there twice" | "a tensor is in another file":
+            save_file(two | {EMBEDDING: one[EMBEDDING]}, second)
+            save_file({name: one[name] for name in one if name != EMBEDDING or "twice" in kind}, first)
+        case "a tensor too many":
+            save_file(two | {"extra": torch.ones(1)}, second)
+        case "a single file, too":
+            shutil.copy(first, folder / "model.safetensors")
+        case "no index, and a file of another save":
+            shutil.copy(second, folder / shard_names(3)[2])
+        case "another format":
+            second.unlink()
+            first.rename(folder / "pytorch_model.bin")
+
+
+def test_files_that_are_no_whole_save_are_refused(folder: Path) -> None:
+    tensors, index = load_file(folder / "model.safetensors"), folder / INDEX
+    write_shards(folder, tensors, [FIRST, SECOND])
+    weight_map = json.loads(index.read_text())["weight_map"]
+    texts = {text: f"{INDEX}: {message}" for text, message in INDICES.items()}
+    texts |= {json.dumps({"weight_map": weight_map | {name: file}}): message for name, file, message in IN_INDEX}
+    for text, message in texts.items():
+        index.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            _load(folder)
+    for kind, message in DAMAGES.items():
+        for file in (*folder.glob("model*"), *folder.glob("pytorch*")):
+            file.unlink()
+        write_shards(folder, tensors, [FIRST, SECOND])
+        damage(kind, folder)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            _load(folder)
 
 
 def test_a_full_disk_while_saving_is_an_os_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stop strings: whether the newest token completes one."""
+"""Tokens as text, and stop strings: whether the newest token completes one."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,10 +8,42 @@ import numpy.typing as npt
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that stop strings need."""
+    """The part of a tokenizer that is needed here."""
 
     def decode(self, token_ids: list[int], /) -> Any:
         """Text of the tokens, special ones included."""
+
+    def convert_ids_to_tokens(self, ids: list[int], /) -> Any:
+        """The token of each id, None where it has none."""
+
+
+UNKNOWN = "<|unknown|>"
+"""The text of a token that the tokenizer does not have. It has no digit, which could be read as an answer."""
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
+    """The text of tokens, with `UNKNOWN` for each that the tokenizer does not have: models often have some more.
+
+    Args:
+        tokenizer: Any tokenizer of transformers; its own `decode` would leave such tokens out.
+        token_ids: Tokens of the model.
+        options: Of the tokenizer's `decode`.
+    """
+    ids, different = list(token_ids), list(set(token_ids))
+    tokens = dict(zip(different, tokenizer.convert_ids_to_tokens(different), strict=True))
+    text, start = "", 0
+    for index, token_id in enumerate(ids):
+        if tokens[token_id] is None:
+            text += tokenizer.decode(ids[start:index], **options) + UNKNOWN
+            start = index + 1
+    return text + str(tokenizer.decode(ids[start:], **options))
+
+
+def count_unknown(tokenizer: Tokenizer, token_ids: npt.NDArray[np.integer[Any]]) -> int:
+    """Number of tokens that the tokenizer does not have."""
+    ids, counts = np.unique(token_ids, return_counts=True)
+    is_unknown = [token is None for token in tokenizer.convert_ids_to_tokens(ids.tolist())]
+    return int(counts[is_unknown].sum())
 
 
 class StopFinder:
@@ -37,7 +69,7 @@ class StopFinder:
         assert self.tokenizer is not None
         if not self._last_tokens[stop_strings][token_ids[-1]]:  # most tokens: no text is made
             return False
-        text = self.tokenizer.decode(token_ids[-num_tail_tokens(stop_strings) :].tolist())
+        text = decode(self.tokenizer, token_ids[-num_tail_tokens(stop_strings) :].tolist())
         return any(stop in text for stop in stop_strings)
 
     def _find_last_tokens(self, stop_strings: tuple[str, ...]) -> npt.NDArray[np.bool_]:
@@ -49,7 +81,7 @@ class StopFinder:
         last = {stop[-1] for stop in stop_strings}
         if any(not character.isascii() or character.isspace() for character in last):
             return np.ones(self.vocab_size, np.bool_)
-        texts = (self.tokenizer.decode([token]) for token in range(self.vocab_size))
+        texts = (decode(self.tokenizer, [token]) for token in range(self.vocab_size))
         return np.array([not last.isdisjoint(text) for text in texts])
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, digest_of, key_of
@@ -320,7 +321,7 @@ class Conversations:
         start = completion.extensions[-1][1] if completion.extensions else 0
         token_ids = completion.token_ids[start:]
         has_end = token_ids[-1] in completion.request.sampling.end_token_ids
-        text = str(self.tokenizer.decode(token_ids[:-1] if has_end else token_ids, skip_special_tokens=False))
+        text = decode(self.tokenizer, token_ids[:-1] if has_end else token_ids)
         turn = Turn(
             index=completion.request.turn,
             text=text,
@@ -447,7 +448,7 @@ class Conversations:
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
             texts=tuple(
-                str(self.tokenizer.decode(completion.token_ids[part], skip_special_tokens=kind == "model"))
+                decode(self.tokenizer, completion.token_ids[part], skip_special_tokens=kind == "model")
                 for kind, part in segment_slices(sample.segments)
             ),
             answers=sample.answers,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from typing import TYPE_CHECKING, Any, get_args
 
 from srtrl.model.transformer import ModelConfig, ModelType, RopeConfig
 from srtrl.resolve import Caught
@@ -27,7 +25,18 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "compression_config": (None,),
 }
 """Fields, and the values of each that are supported."""
+_SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**10),
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Integers from 1, and the largest value of each: far above any model, far below what hangs."""
+_PLAIN_LLAMA = {*_SIZES, "model_type", "rms_norm_eps", "tie_word_embeddings"} - {"head_dim"}
+"""Fields that a plain Llama must have."""
+_WITHOUT_EFFECT = {"architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id"}
 _ROPE_FIELDS = {field.name for field in fields(RopeConfig)}
+_SCALES = _ROPE_FIELDS - {"rope_type"} | {"rms_norm_eps", "partial_rotary_factor"}
+"""Numbers from 1e-12 to 1e12; the norms' epsilon to 1."""
 
 
 def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's config") -> ModelConfig:
@@ -44,6 +53,7 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
     model_type: Any = hf_config.get("model_type")
     if model_type not in get_args(ModelType):
         raise ValueError(f"{source}: model_type is {model_type!r}; supported: {', '.join(get_args(ModelType))}")
+    _check_numbers(hf_config, source)
     if (plain := _read_plain(hf_config)) is not None:
         return plain
     from transformers import AutoConfig
@@ -78,44 +88,37 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
     )
 
 
-class _PlainLlama(BaseModel):
-    """A config that leaves nothing to interpret: no other fields than these, of these types."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    model_type: Literal["llama"]
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    max_position_embeddings: PositiveInt
-    rms_norm_eps: PositiveFloat
-    rope_theta: PositiveFloat = 10_000.0
-    tie_word_embeddings: bool
-    # Of no effect here.
-    architectures: list[str] | None = None
-    bos_token_id: int | None = None
-    dtype: str | None = None
-    eos_token_id: int | None = None
-    hidden_act: Literal["silu"] = "silu"
-    pad_token_id: int | None = None
+def _check_numbers(given: Mapping[str, Any], source: str) -> None:
+    """Raise a ValueError for the first number that is of another type or out of range; null is left to others."""
+    for name, value in given.items():
+        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+            _check_numbers(value, f"{source}: {name}")
+        is_size = name in _SIZES
+        low, high = (1, _SIZES[name]) if is_size else (1e-12, 1 if name == "rms_norm_eps" else 1e12)
+        is_number = type(value) is int or (type(value) is float and not is_size)
+        is_read = (is_size or name in _SCALES) and (value is not None or name == "rope_theta")
+        if is_read and not (is_number and low <= value <= high):
+            kind = "an integer" if is_size else "a number"
+            raise ValueError(f"{source}: {name} is {value!r:.80}; expected {kind} from {low:,} to {high:,}")
 
 
 def _read_plain(hf_config: Mapping[str, Any]) -> ModelConfig | None:
     """The shape of a plain Llama; None where `transformers` has to read the config."""
-    try:
-        config = _PlainLlama.model_validate(dict(hf_config))
-    except ValidationError:
+    optional: dict[str, Any] = {"rope_theta": 10_000.0, "hidden_act": "silu"}
+    given = optional | {name: value for name, value in hf_config.items() if name not in _WITHOUT_EFFECT}
+    if (
+        given.keys() - optional != _PLAIN_LLAMA
+        or None in given.values()
+        or (given["model_type"], given.pop("hidden_act"), type(given["tie_word_embeddings"])) != ("llama", "silu", bool)
+    ):
         return None
-    head_dim, rest = divmod(config.hidden_size, config.num_attention_heads)
-    if rest or head_dim % 2 or config.num_attention_heads % config.num_key_value_heads:
+    head_dim, rest = divmod(given["hidden_size"], given["num_attention_heads"])
+    if rest or head_dim % 2 or given["num_attention_heads"] % given["num_key_value_heads"]:
         return None
     return ModelConfig(
-        **config.model_dump(include=set(_PlainLlama.model_fields) & {field.name for field in fields(ModelConfig)}),
+        rope=RopeConfig(rope_theta=given.pop("rope_theta")),
+        **given,
         head_dim=head_dim,
-        rope=RopeConfig(rope_theta=config.rope_theta),
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
@@ -137,7 +140,7 @@ def _refuse(config: PreTrainedConfig, rope: Mapping[str, Any], source: str) -> N
     for name, value, is_supported, supported in (
         *((name, fields[name], fields[name] in values, values[0]) for name, values in _PLAIN.items()),
         ("layer_types", layer_types, set(layer_types) <= {"full_attention"}, "full_attention"),
-        ("auto_map", fields["auto_map"], "AutoModelForCausalLM" not in (fields["auto_map"] or ()), "no own code"),
+        ("auto_map", fields["auto_map"], "AutoModelForCausalLM" not in str(fields["auto_map"]), "no own code"),
         ("num_key_value_heads", num_kv_heads, num_heads % num_kv_heads == 0, f"divisors of {num_heads} heads"),
         ("rope_parameters", rope, rope_is_supported, "rope_type default, linear or llama3, for the whole head"),
     ):

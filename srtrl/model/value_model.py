@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from srtrl.model.attention import AttentionPlan
+from srtrl.model.files import full_disk_as_os_error, read_tensors
 from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.model.weights import full_disk_as_os_error, load_model, locate, read_tensors, save_model
+from srtrl.model.weights import load_model, locate, save_model
 
 HEAD_FILE = "value_head.safetensors"
 _HEAD_NAME = "value_head.weight"

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import huggingface_hub
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from srtrl.model.files import (
+    INDEX_FILE,
+    full_disk_as_os_error,
+    opened,
+    read_index,
+    read_json,
+    read_tensors,
+    weight_files,
+)
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
-from srtrl.resolve import Caught
+from srtrl.resolve import Caught, regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_SINGLE_FILE = "model.safetensors"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INIT_STD = 0.02
 
@@ -66,7 +73,7 @@ def locate(path: str | Path) -> Path:
         ValueError: There is no such bundled model, local folder or hub repository, or the hub cannot be reached.
     """
     adapter = find_adapter(path)
-    return _find_folder(path) if adapter is None else locate(_adapter_config(adapter)["base_model_name_or_path"])
+    return _find_folder(path if adapter is None else _adapter_config(adapter)["base_model_name_or_path"])
 
 
 def find_adapter(path: str | Path) -> Path | None:
@@ -94,6 +101,9 @@ def _find_folder(path: str | Path) -> Path:
         return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
+        for file in folder.glob("*.*"):
+            if file.suffix in (".json", ".jinja", ".safetensors", ".model", ".txt"):
+                regular_file(file)
         return folder
     if folder.exists():
         raise ValueError(f"{name}: a file; expected a folder in Hugging Face layout (config.json, *.safetensors, ...)")
@@ -127,9 +137,9 @@ def read_config(path: str | Path) -> ModelConfig:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{folder}: no config.json; expected a model folder in Hugging Face layout")
-    config = config_from_hf(_read_json(config_file), str(config_file))
+    config = config_from_hf(read_json(config_file), str(config_file))
     generation_file = folder / "generation_config.json"
-    return replace(config, hf_generation_config=_read_json(generation_file) if generation_file.is_file() else None)
+    return replace(config, hf_generation_config=read_json(generation_file) if generation_file.is_file() else None)
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -152,14 +162,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
         name = "TokenizersBackend" if _has_plain_tokenizer(folder) else "AutoTokenizer"
         loaded = getattr(transformers, name).from_pretrained(folder, trust_remote_code=False)
+        loaded.decode(loaded("")["input_ids"])  # values of other types than they should have are noticed here
         return cast("PreTrainedTokenizerBase", loaded)
-    raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {caught.error}") from caught.error
+    reason = f"{caught.error} ({type(caught.error).__name__})"
+    raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {reason}") from caught.error
 
 
 def _has_plain_tokenizer(folder: Path) -> bool:
     """Whether `AutoTokenizer` would choose the class `TokenizersBackend`; to ask it takes two seconds of imports."""
     config, tokenizer = (
-        _read_json(file) if (file := folder / name).is_file() else {}
+        read_json(file) if (file := folder / name).is_file() else {}
         for name in ("config.json", "tokenizer_config.json")
     )
     is_named = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
@@ -175,9 +187,9 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -
     folder = locate(path)
     ids = set()
     for file in (folder / "config.json", folder / "generation_config.json"):
-        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        value = read_json(file).get("eos_token_id") if file.is_file() else None
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and abs(token) < 2**31 for token in values):
+        if not all(type(token) is int and abs(token) < 2**31 for token in values):
             raise ValueError(f"{file}: eos_token_id is {value!r}; expected an integer or a list of integers")
         ids.update(values)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -216,31 +228,17 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
             says, or not a floating-point tensor; the message names tensor and file.
     """
     folder = locate(path)
-    model = Transformer(read_config(folder), dtype, device)
+    config = read_config(folder)
+    files = check_weights(folder, config)
+    model = Transformer(config, dtype, device)
     places = named_tensors(model)
-    missing = dict.fromkeys(places)
     heads: list[tuple[Path, Tensor]] = []  # in the files, though tied to the embedding
-    for file in weight_files(folder):
+    for file in files:
         for name, tensor in read_tensors(file):
-            if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
-                continue
-            if name == "lm_head.weight" and model.head is None:
+            if name in places:
+                places[name].copy_(tensor)
+            elif name == "lm_head.weight":
                 heads.append((file, tensor))
-                continue
-            if name not in places:
-                raise ValueError(
-                    f"{file}: unexpected tensor {name} (a {model.config.model_type} has none of this name)"
-                )
-            if tensor.shape != places[name].shape:
-                raise ValueError(
-                    f"{file}: tensor {name} has shape {list(tensor.shape)}; "
-                    f"by {folder / 'config.json'} it should be {list(places[name].shape)}"
-                )
-            places[name].copy_(tensor)
-            missing.pop(name, None)
-    if missing:
-        names = ", ".join(list(missing)[:5]) + (", ..." if len(missing) > 5 else "")
-        raise ValueError(f"{folder}: its safetensors files lack {len(missing)} of {len(places)} tensors: {names}")
     for file, head in heads:
         if not torch.equal(head.to(model.dtype), model.embedding.detach().cpu()):  # which of the two was trained?
             raise ValueError(
@@ -250,6 +248,42 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     if adapter_folder := find_adapter(path):
         merge_adapter(model, read_adapter(adapter_folder), adapter_folder)
     return model
+
+
+def check_weights(folder: Path, config: ModelConfig) -> Sequence[Path]:
+    """The files of `weight_files`; from their headers alone, whether they hold the tensors of `config`, each once.
+
+    Raises:
+        ValueError: as `weight_files`, or a tensor is missing, unexpected, there twice, of another shape than the config
+            says, or not in the file that the index names; the message names tensor and file.
+    """
+    files, indexed = weight_files(folder), read_index(folder)
+    shapes = {name: tensor.shape for name, tensor in named_tensors(Transformer(config, torch.bfloat16, "meta")).items()}
+    tied_head = {"lm_head.weight": shapes["model.embed_tokens.weight"]}  # in some files, though it need not be
+    found: dict[str, Path] = {}
+    for file in files:
+        with opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
+                    continue
+                if name in found:
+                    raise ValueError(f"{file}: tensor {name} is there twice, for {found[name].name} holds it too")
+                if (expected := (tied_head | shapes).get(name)) is None:
+                    raise ValueError(f"{file}: unexpected tensor {name} (a {config.model_type} has none of this name)")
+                _check_shape(file, name, tensors.get_slice(name).get_shape(), expected, f"{folder / 'config.json'}")
+                found[name] = file
+    for name in shapes.keys() & indexed.keys():
+        if indexed[name] in files and found.get(name) != indexed[name]:
+            raise ValueError(f"{indexed[name]}: lacks tensor {name}, which {folder / INDEX_FILE} says is in it")
+    if missing := [name for name in shapes if name not in found]:
+        names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(f"{folder}: its safetensors files lack {len(missing)} of {len(shapes)} tensors: {names}")
+    return files
+
+
+def _check_shape(file: Path, name: str, found: Sequence[int], expected: Sequence[int], source: str) -> None:
+    if tuple(found) != tuple(expected):
+        raise ValueError(f"{file}: tensor {name} has shape {list(found)}; by {source} it should be {list(expected)}")
 
 
 def named_tensors(model: Transformer) -> dict[str, Tensor]:
@@ -302,14 +336,13 @@ def merge_adapter(model: Transformer, adapter: Adapter, folder: Path) -> None:
     """
     places, tensors = named_tensors(model), dict(adapter.tensors)
     for name in [name.removesuffix(".lora_A") for name in tensors if name.endswith("_proj.lora_A")]:
-        weight, lora_a, lora_b = (
-            places.get(f"{name}.weight"),
-            tensors.pop(f"{name}.lora_A"),
-            tensors.get(f"{name}.lora_B"),
-        )
-        if weight is None or lora_b is None or (lora_b.shape[0], lora_a.shape[1]) != weight.shape:
+        weight, lora_a = places.get(f"{name}.weight"), tensors.pop(f"{name}.lora_A")
+        lora_b = tensors.pop(f"{name}.lora_B", None)
+        if weight is None or lora_b is None:
             raise ValueError(f"{folder}: its {name}.lora_A and lora_B fit no matrix of {adapter.base}")
-        del tensors[f"{name}.lora_B"]
+        (num_out, num_in), rank = weight.shape, adapter.rank
+        for kind, tensor, shape in (("A", lora_a, (rank, num_in)), ("B", lora_b, (num_out, rank))):
+            _check_shape(folder, f"{name}.lora_{kind}", tensor.shape, shape, f"rank {rank} and {adapter.base}")
         lora_a, lora_b = (one.to(weight.device) for one in (lora_a, lora_b))
         write_merged(weight, weight.clone(), lora_a, lora_b, adapter.alpha / adapter.rank)
     if tensors:
@@ -335,13 +368,17 @@ def read_adapter(folder: Path) -> Adapter:
 
 def _adapter_config(folder: Path) -> dict[str, Any]:
     """The config of the adapter in a folder; ValueError where it is not supported."""
-    config = _read_json(file := folder / ADAPTER_CONFIG)
+    config = read_json(file := folder / ADAPTER_CONFIG)
     for key, value in _PLAIN_LORA.items():
         if (found := config.get(key) or value) != value:
             raise ValueError(f"{file}: {key} is {found!r}, supported: {value!r}")
-    for key, kinds in (("base_model_name_or_path", str), ("r", int), ("lora_alpha", int | float)):
-        if not isinstance(config.get(key), kinds):
-            raise ValueError(f"{file}: {key} is {config.get(key)!r}")
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or find_adapter(base) is not None:  # a chain of adapters, or a circle
+        raise ValueError(f"{file}: base_model_name_or_path is {base!r}; expected a model that is no adapter itself")
+    for key, kinds in (("r", int), ("lora_alpha", int | float)):
+        value = config.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{file}: {key} is {value!r}; expected a number above 0")
     return config
 
 
@@ -406,55 +443,6 @@ def save_model(
     _write_json(folder / "config.json", fields)
     if config.hf_generation_config is not None:
         _write_json(folder / "generation_config.json", config.hf_generation_config)
-
-
-@contextmanager
-def full_disk_as_os_error(path: Path) -> Iterator[None]:
-    """Raise what safetensors cannot write as the OSError that it was."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-
-
-def weight_files(folder: Path) -> Sequence[Path]:
-    """The safetensors files of a model folder, the single file before several, as in `transformers`."""
-    if (folder / _SINGLE_FILE).is_file():
-        return [folder / _SINGLE_FILE]
-    files = sorted(folder.glob("model-*-of-*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: neither {_SINGLE_FILE} nor model-*-of-*.safetensors, the weights that are read")
-    return files
-
-
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a safetensors file by name, one at a time.
-
-    Raises:
-        ValueError: the file is not readable, or a tensor is not of a floating-point type.
-    """
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                tensor = tensors.get_tensor(name)
-                if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-                    raise ValueError(
-                        f"{file}: tensor {name} is {tensor.dtype}; supported: unquantised weights "
-                        "(float32, bfloat16, float16, float64)"
-                    )
-                yield name, tensor
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: no readable safetensors file ({error}); is the download complete?") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise ValueError(f"{file}: no readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found a {type(value).__name__}")
-    return value
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from srtrl.recipe.conflicts import find_conflicts
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.schema import Recipe, Section
-from srtrl.resolve import cut, first_lines, suggestion
+from srtrl.resolve import cut, first_lines, regular_file, suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -162,7 +162,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
     bundled = {file.stem: file for file in sorted(BUNDLED.glob("*.yaml"))}
     try:
         path = path if path.is_file() else bundled.get(str(path), path)
-        text = path.read_text(encoding="utf-8")
+        text = regular_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else f"not UTF-8 ({error})"
         if (path / "recipe.yaml").is_file():

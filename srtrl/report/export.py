@@ -31,6 +31,7 @@ def command(
     the defaults (without `output_dir` and `log`): read it before you publish it. `hf upload USER/MODEL DIR` uploads the
     folder.
     """
+    from srtrl.checks import check_folder
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.metrics import new_folder
     from srtrl.model.weights import load_tokenizer
@@ -41,6 +42,7 @@ def command(
         raise ValueError(f"{folder} exists and is not an empty folder: delete it, or export to another one")
     if not str(folder).isprintable():
         raise ValueError(f"{str(folder)!r}: expected a name of printable characters")
+    check_folder(str(folder))
     read = read_run(run)
     checkpoint = Path(resolve_eval_source(str(run), step=step)[0])
     if adapter and not (checkpoint / ADAPTER_FOLDER).is_dir():

@@ -15,6 +15,7 @@ from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, make_r
 from srtrl.bench.replay_loop import LiveSample, Replay, ReplayCounts, ReplaySettings
 from srtrl.drafters.draft_tree import ROOT
 from srtrl.drafters.srt import Drafter, SrtOptions
+from srtrl.engine.stopping import decode
 from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import MAX_WIDTH
@@ -242,13 +243,13 @@ def text_decoder(run: Run) -> Decode:
     tokenizer = load_tokenizer(str(of_run))
     special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
 
-    def decode(token_ids: Sequence[int]) -> str:
-        text = str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def spell(token_ids: Sequence[int]) -> str:
+        text = decode(tokenizer, token_ids, clean_up_tokenization_spaces=False)
         for token in special:
             text = text.replace(token, END_SIGN)
         return text
 
-    return decode
+    return spell
 
 
 def print_history(history: PromptHistory, decode: Decode, num_branches: int) -> None:

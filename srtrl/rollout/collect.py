@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from srtrl.engine.sampling import make_rng_key
-from srtrl.engine.stopping import cut_at_stop_string
+from srtrl.engine.stopping import cut_at_stop_string, decode
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
@@ -389,9 +389,7 @@ def whole_completion(request: Request, policy_version: int) -> Completion:
 
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:
     """The response as text: without special tokens, cut before the first stop string."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    assert isinstance(text, str)
-    return cut_at_stop_string(text, stop_strings)
+    return cut_at_stop_string(decode(tokenizer, token_ids, skip_special_tokens=True), stop_strings)
 
 
 def data_order(sample: Rollout | Request) -> SampleKey:

@@ -30,8 +30,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
+from srtrl.model.files import weight_files
 from srtrl.model.value_model import save_value_model
-from srtrl.model.weights import Adapter, find_adapter, locate, save_adapter, save_model, weight_files
+from srtrl.model.weights import Adapter, find_adapter, locate, save_adapter, save_model
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.types import Prompt

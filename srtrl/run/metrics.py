@@ -185,6 +185,8 @@ def describe_step(metrics: Mapping[str, float]) -> str:
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed")
+    if metrics.get("tokens/unknown"):
+        parts.append(f"{metrics['tokens/unknown']:.0f} tokens that the tokenizer does not have")
     if metrics["groups/dropped"]:
         parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
     if metrics["groups/short"]:

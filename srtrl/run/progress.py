@@ -14,6 +14,7 @@ from numba.core import event
 from numba.core.registry import CPUDispatcher
 from rich.console import Console
 
+from srtrl.engine.stopping import decode
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
 
     Each line begins with `| `, so that a line end at the very end is visible.
     """
-    text = str(tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False))
+    text = decode(tokenizer, prompt.token_ids, clean_up_tokenization_spaces=False)
     if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
         half = SHOWN_CHARACTERS // 2
         text = f"{text[:half]} [... {num_left_out:,} characters left out ...] {text[-half:]}"

@@ -1,9 +1,11 @@
 """From texts and messages to what the policy reads: the tokenizer's chat template, and tokens."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from srtrl.resolve import Caught
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "..."}`, and what else the tokenizer's chat template reads."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no character."""
 TOKENIZER_CHUNK = 1024
 """Texts given to the tokenizer at once: enough to use its threads, few enough to bound its memory."""
 
@@ -33,17 +37,19 @@ def apply_chat_template(
     Raises:
         ValueError: the tokenizer has no chat template, or the template refuses the messages.
     """
-    import jinja2
-
-    if tokenizer.chat_template is None:
+    template = tokenizer.chat_template
+    if template is None:
         raise ValueError("the tokenizer has no chat template: use plain texts, or the tokenizer of a model for chats")
-    try:
+    if isinstance(template, dict) and "default" not in template and not {"chat_template", "tools"} & options.keys():
+        choice = "task.options.chat_template_options={chat_template: NAME}"
+        raise ValueError(f"the tokenizer's chat templates are {', '.join(template)}, without a default: set {choice}")
+    with Caught() as caught:
         texts = tokenizer.apply_chat_template(
             list(conversations), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
-    except (jinja2.TemplateError, OverflowError) as error:  # its sandbox raises the latter
-        raise ValueError(f"the tokenizer's chat template refuses: {error}") from error
-    return [str(text) for text in texts]
+        return [str(text) for text in texts]
+    reason = f"{caught.error} ({type(caught.error).__name__})"
+    raise ValueError(f"the tokenizer's chat template refuses: {reason}") from caught.error
 
 
 def tokenise(
@@ -64,7 +70,14 @@ def tokenise(
     for start in range(0, len(prompts), TOKENIZER_CHUNK):
         chunk = prompts[start : start + TOKENIZER_CHUNK]
         texts = [prompt.text for prompt in chunk]
-        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        for prompt in chunk:
+            if SURROGATE.search(prompt.text):
+                found = f"half of a surrogate pair, which is no character: {prompt.text[-80:]!r}"
+                raise ValueError(f"the text of the prompt {prompt.prompt_id!r} has {found}")
+        with Caught() as caught:
+            encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        if caught.error is not None:
+            raise ValueError(f"the tokenizer refuses the prompts: {caught.error}") from caught.error
         for prompt, ids in zip(chunk, encoded, strict=True):
             tokenised.append(replace(prompt, token_ids=tuple(ids)))
     for prompt in tokenised:

@@ -4,7 +4,6 @@ A task adds a class of options that names the fields of the text and the answer:
 """
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pydantic import Field, model_validator
 
 from srtrl.recipe.schema import Section
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
+from srtrl.tasks.rendering import SURROGATE, Message, apply_chat_template, tokenise
 from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
 from srtrl.types import Prompt
 
@@ -26,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 COMMON_FIELDS = ("problem", "question", "prompt", "instruction", "messages")
 """Names that data sets give the field of the text."""
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which is no character."""
 
 
 class RowOptions(Section):

@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from srtrl.recipe.schema import Section
-from srtrl.resolve import suggestion
+from srtrl.resolve import regular_file, suggestion
 
 PARQUET_BATCH_ROWS = 1024
 
@@ -73,7 +73,7 @@ def read_rows(source: RowSource) -> Iterator[Row]:
         label = path.name if names.count(path.name) == 1 else str(path)
         reader = _read_parquet if path.suffix == ".parquet" else _read_jsonl
         try:
-            yield from reader(path, label)
+            yield from reader(regular_file(path), label)
         except OSError as error:
             reason = error.strerror or " ".join(str(error).split())
             raise ValueError(f"cannot read {path}: {reason}") from error
@@ -85,6 +85,10 @@ def check_source(source: RowSource, option: str) -> None:
         path = Path(name)
         if path.suffix not in (".jsonl", ".parquet"):
             raise ValueError(f"{option}.files.{index}: expected a .jsonl or .parquet file, found {name}")
+        try:
+            regular_file(path)
+        except ValueError as error:
+            raise MissingDataError(f"{option}.files.{index}: {error}") from error
         if not path.is_file():
             near = suggestion(name, map(str, path.parent.glob("*.*")))
             raise MissingDataError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){near}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
@@ -14,6 +16,7 @@ from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
+from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.model.transformer import Transformer
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_SLOTS = 64
@@ -202,6 +207,8 @@ def build_engine(
         draft_head: Of `rollout.draft_head`.
     """
     rollout = recipe.rollout
+    if num_unknown := count_unknown(tokenizer, np.arange(model.config.vocab_size)):
+        logger.warning("the tokenizer lacks %d of the model's tokens; in texts they are %s", num_unknown, UNKNOWN)
     options = EngineOptions(
         slots=number_of_slots(
             recipe, model, free_bytes(model.device), num_samples=num_samples, reserved_bytes=reserved_bytes

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from srtrl.model.transformer import Layer, Transformer
+from srtrl.model.transformer import Layer, ModelConfig, Transformer
 from srtrl.model.weights import Adapter, fused_projections, write_merged
 from srtrl.recipe.schema import LoraSection
 from srtrl.trainer.optimizer import MasterWeightAdamW, allocate_state
@@ -56,6 +56,7 @@ class LoraAdamW(MasterWeightAdamW):
             seed: Of A, which is uniform as in PEFT, +-1 / sqrt(in). B is 0, so that the model does not change yet.
             options: Of `torch.optim.AdamW`.
         """
+        check_rank(section, model.config)
         self.section = section
         self.scale = section.alpha / section.rank
         self.matrices: list[AdaptedMatrix] = []
@@ -129,11 +130,13 @@ class LoraAdamW(MasterWeightAdamW):
             ValueError: its rank, its alpha or its matrices are not those of the recipe.
         """
         mine = self.adapter(adapter.base)
-        shapes, found = ({name: tensor.shape for name, tensor in one.tensors.items()} for one in (mine, adapter))
+        shapes, found = ({name: [*tensor.shape] for name, tensor in one.tensors.items()} for one in (mine, adapter))
         if (mine.rank, mine.alpha, shapes) != (adapter.rank, adapter.alpha, found):
+            first = next((name for name in shapes | found if shapes.get(name) != found.get(name)), "")
+            differs = f"; {first} is {shapes.get(first)} here and {found.get(first)} there" if first else ""
             raise ValueError(
                 f"model.lora: rank {mine.rank}, alpha {mine.alpha:g} and {len(shapes)} tensors of its targets; "
-                f"the adapter at model.path has rank {adapter.rank}, alpha {adapter.alpha:g} and {len(found)}"
+                f"the adapter at model.path has rank {adapter.rank}, alpha {adapter.alpha:g} and {len(found)}{differs}"
             )
         for name, tensor in mine.tensors.items():
             tensor.copy_(adapter.tensors[name])
@@ -159,6 +162,19 @@ class LoraAdamW(MasterWeightAdamW):
                 lora_a=nn.Parameter(lora_a.to(**kind)),
                 lora_b=nn.Parameter(torch.zeros(num_rows, self.section.rank, **kind)),
             )
+
+
+def check_rank(section: LoraSection, config: ModelConfig) -> None:
+    """Raise ValueError if the rank is larger than a side of a targeted matrix, where it could add nothing."""
+    sides = {
+        name.rpartition(".")[2]: min(num_rows, linear.in_features)
+        for linear, modules in fused_projections(Layer(config, torch.bfloat16, torch.device("meta")), "")
+        for name, num_rows in modules.items()
+    }
+    limit = min(sides[name] for name in (sides if section.targets == "all_linear" else section.targets))
+    if section.rank > limit:
+        reason = "the smallest side of the matrices of model.lora.targets"
+        raise ValueError(f"model.lora.rank: expected at most {limit}, {reason}; found {section.rank}")
 
 
 def _copy_base(weight: Tensor, place: str) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.engine.stopping import count_unknown
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
@@ -166,9 +167,11 @@ class StepSampler:
         check_not_all_failed(groups, f"step {step}")
         if context.conversations is not None:
             context.conversations.check_not_all_raised(f"step {step}", context.ranks)
+        token_ids = [rollout.token_ids for group in groups for rollout in group.rollouts]
         metrics = rollout_metrics(groups, context.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
+            "tokens/unknown": count_unknown(context.tokenizer, np.concatenate(token_ids)),
             "groups/kept": len(kept),
             "groups/dropped": len(groups) - len(kept),
             "groups/short": max(0, num_wanted - len(kept)) if rollout.dynamic_sampling else 0,
