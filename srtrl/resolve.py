@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -95,7 +96,7 @@ class Caught(AbstractContextManager["Caught"]):
     """`with Caught() as caught:` keeps an exception of the user's code or files, which may be any, in `error`.
 
     Only for such calls; the caller reports the error as a mistake of the user, or as the outcome of a sample.
-    `sys.exit` in such code is its error too, and does not end the run. Ctrl-C is none.
+    `sys.exit` in such code is its error too, and does not end the run. Ctrl-C, of the main thread alone, is none.
     """
 
     error: BaseException | None = None
@@ -103,7 +104,8 @@ class Caught(AbstractContextManager["Caught"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.error = None if isinstance(error, KeyboardInterrupt) else error
+        is_main = threading.current_thread() is threading.main_thread()
+        self.error = None if is_main and isinstance(error, KeyboardInterrupt) else error
         return self.error is not None
 
 

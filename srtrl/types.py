@@ -192,12 +192,17 @@ class Grade:
     """The rewards of one completion."""
 
     reward: float
-    """Weighted sum of `parts`."""
+    """Weighted sum of `parts`; of no meaning (0) where `is_graded` is false."""
     parts: Mapping[str, float]
     """Unweighted value of each named reward."""
     outcome: GradeOutcome
     detail: str = ""
     """For failures: what happened (shown in the log)."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether there is a reward: grading did not fail."""
+        return self.outcome in ("correct", "wrong", "graded")
 
 
 def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tuple[SegmentKind, slice]]:
@@ -223,7 +228,7 @@ class Conversation:
     outcomes: tuple[str, ...] = ()
     """End of each call: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or a name of the environment."""
     reward: float = 0.0
-    """Sum of the rewards of the environment's steps."""
+    """Sum of the rewards of the environment's steps; NaN where it exceeded its time limit."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Metrics of the environment's steps."""
     tool_seconds: tuple[float, ...] = ()
@@ -286,6 +291,12 @@ class RolloutGroup:
     prompt: Prompt
     draw_index: int
     rollouts: list[Rollout]
+    """Of what is learned from, without the samples that could not be graded."""
+
+    @property
+    def graded(self) -> list[Rollout]:
+        """The samples that have a reward."""
+        return [rollout for rollout in self.rollouts if rollout.grade.is_graded]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

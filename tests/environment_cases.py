@@ -5,8 +5,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -107,7 +108,7 @@ class Echo(EnvironmentBase):
 class HastyEcho(Echo):
     """With a short time limit."""
 
-    timeout_seconds = 0.05
+    timeout_seconds = 0.5
 
 
 class Serial(EnvironmentBase):
@@ -162,6 +163,55 @@ class Unusable(EnvironmentBase):
 
     def close(self) -> None:
         raise RuntimeError("close")
+
+
+class Stuck(EnvironmentBase):
+    """Hangs in the method that `where` names, until `is_free`; in a coroutine it blocks the event loop."""
+
+    where: ClassVar[str] = ""
+    timeout_seconds = 0.5
+    is_free = threading.Event()
+
+    def __init__(self, options: Section, shared: Any) -> None:
+        super().__init__(options, shared)
+        self.reach("init")
+
+    @classmethod
+    def reach(cls, name: str) -> None:
+        """Hang here, if this is the place."""
+        if name == cls.where:
+            cls.is_free.wait(60)
+
+    @classmethod
+    @contextmanager
+    def open(cls, options: Section) -> Iterator[None]:
+        cls.reach("open")
+        yield
+        cls.reach("end")
+
+    @classmethod
+    def max_parallel(cls, options: Section) -> int:
+        cls.reach("max_parallel")
+        return 2
+
+    def start(self, prompt: Prompt) -> None:
+        self.reach("start")
+
+    def step(self, turn: Turn) -> Step | Coroutine[Any, Any, Step]:
+        self.reach("step")
+        return self.step_later() if self.where.startswith("async") else Step(is_done=True, reward=1.0)
+
+    async def step_later(self) -> Step:
+        self.reach("async step")
+        if self.where == "async wait":
+            await asyncio.sleep(60)
+        return Step(is_done=True)
+
+    def replay(self, turn: Turn, answer: Step) -> None:
+        self.reach("replay")
+
+    def close(self) -> None:
+        self.reach("close")
 
 
 class BrokenAtStart(EnvironmentBase):

@@ -15,7 +15,7 @@ from torch import Tensor
 from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
-from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences
+from srtrl.trainer.credit import Credit, assign_credit, filter_groups, groups_to_learn_from, train_sequences
 from srtrl.types import Conversation, GradeOutcome, RolloutGroup, SegmentKind, TrainSequence
 
 KL = 0.1
@@ -112,6 +112,80 @@ def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
         assert [one.draw_index for one in filter_groups(groups, filters, {"limit": 0.9})] == kept, filters
     with pytest.raises(ValueError, match=r"algorithm\.filters: test_credit:one_number must return a bool for each of"):
         filter_groups(groups, ["test_credit:one_number"])
+
+
+# ---- samples that could not be graded ----
+
+
+def with_failures(groups: Sequence[RolloutGroup], failed: Sequence[Sequence[int]]) -> list[RolloutGroup]:
+    """The groups with samples that could not be graded: those of `failed`, in the place that they name, of reward 0."""
+    outcomes: list[GradeOutcome] = ["timeout", "crash", "error"]
+    longer = []
+    for one, places in zip(groups, failed, strict=True):
+        rollouts = list(one.rollouts)
+        for place in places:
+            grade = replace(rollouts[0].grade, reward=0.0, outcome=outcomes[place % 3])
+            rollouts.insert(place, replace(rollouts[0], grade=grade, token_ids=np.full(9, 5, np.int32)))
+        rollouts = [replace(rollout, sample_index=index) for index, rollout in enumerate(rollouts)]
+        longer.append(replace(one, rollouts=rollouts))
+    return longer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"advantage": name} for name in ("group_relative", "group_centered", "leave_one_out")),
+        {"advantage": "gae", "whiten_advantages": True, "kl": {"coefficient": KL, "placement": "reward"}},
+        {"advantage": "reinforce_plus_plus", "overlong_filtering": True},
+        {"filters": ["drop_uniform"], "whiten_advantages": True},
+    ],
+)
+def test_a_sample_that_could_not_be_graded_changes_no_number_of_the_others(options: dict[str, Any]) -> None:
+    groups = random_groups(5, num_groups=4, num_samples=3)
+    whole = credit_of(groups, 6, **options)
+    algorithm = make_recipe(algorithm=options).algorithm
+    for failed in ([(0, 2)] * 4, [(1,)] * 4, [()] * 4):
+        kept = groups_to_learn_from(with_failures(groups, failed), algorithm)
+        credit = credit_of(kept, 6, **options)
+        assert tokens_of(credit) == tokens_of(whole)
+        assert list(credit.advantages.values()) == list(whole.advantages.values())
+        assert credit.metrics == whole.metrics
+    uneven = groups_to_learn_from(with_failures(groups, [(3,), (), (0, 1, 2), (2, 2)]), algorithm)
+    assert [len(one.rollouts) for one in uneven] == [3] * 4
+
+
+def test_groups_of_several_sizes_are_compared_each_within_itself() -> None:
+    """A failed grading is not better than an incorrect answer, whose reward is below 0."""
+    groups = with_failures(
+        [
+            group(0, [1.0, -1.0], correct=[0]),
+            group(1, [1.0, -1.0, -1.0], correct=[0]),
+            group(2, [1.0]),
+            group(3, [0.0]),
+        ],
+        [(2,), (), (0, 1), (1, 2)],
+    )
+    everything = make_recipe(algorithm={"advantage": "group_centered"}).algorithm
+    kept = groups_to_learn_from(groups, everything)
+    assert [(one.draw_index, len(one.rollouts)) for one in kept] == [(0, 2), (1, 3)]  # of the others one is left
+    credit = credit_of(kept, advantage="group_centered")
+    assert credit.advantages == pytest.approx({(0, 0): 1, (0, 1): -1, (1, 0): 4 / 3, (1, 1): -2 / 3, (1, 2): -2 / 3})
+    assert len(credit.sequences) == 5
+    for advantage, sizes in (("reinforce_plus_plus", [2, 3, 1, 1]), ("test_credit:looks_around", [2, 3, 1, 1])):
+        by_token = groups_to_learn_from(groups, make_recipe(algorithm={"advantage": advantage}).algorithm)
+        assert [len(one.rollouts) for one in by_token] == sizes
+    failed = with_failures([group(1, [1.0])], [(0,)])[0]
+    single = [group(0, [1.0]), replace(failed, rollouts=failed.rollouts[:1]), group(2, [0.5])]
+    kept = groups_to_learn_from(single, everything)  # of one sample from the beginning
+    assert [one.draw_index for one in kept] == [0, 2]
+    for names, draws in (
+        (["drop_all_right_or_wrong"], [0, 1]),
+        (["test_credit:at_least"], [0]),
+        (["drop_uniform"], [0, 1]),
+    ):
+        algorithm = make_recipe(algorithm={"filters": names, "filter_options": {"limit": -0.1}}).algorithm
+        assert [one.draw_index for one in groups_to_learn_from(groups, algorithm)] == draws, names
+    assert groups_to_learn_from(groups[3:], everything) == []
 
 
 # ---- sequence-level advantages ----

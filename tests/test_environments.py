@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -22,6 +24,7 @@ from environment_cases import (
     HastyEcho,
     OneTool,
     Serial,
+    Stuck,
     Unusable,
     Upper,
     answers_of,
@@ -44,9 +47,12 @@ from srtrl.environments.record import Record, checksum
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.rollout.partial import prefix_of
+from srtrl.tasks.event_loop import warn_once
 from srtrl.types import Conversation, Prompt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedTokenizerBase
 
 CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
@@ -120,6 +126,83 @@ def test_an_environment_is_tried_before_the_run(
         with pytest.raises(ValueError, match=message) if problem else nullcontext():
             conversations.try_environment(replace(PROMPT, answer=answer))
     assert not issubclass(environment, Echo) or environment.num_open == num_open
+
+
+@pytest.mark.parametrize(
+    "where", ["init", "open", "max_parallel", "start", "step", "async step", "async wait", "replay", "close", "end"]
+)
+def test_an_environment_that_hangs_is_named_before_the_run(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Stuck, "where", where)
+    Stuck.is_free.clear()
+    begun, is_last = time.monotonic(), where in ("close", "end")
+    problem = "TimeoutError: no answer within the class's timeout_seconds (0.5); what waits needs a limit of its own"
+    expected = nullcontext() if is_last else pytest.raises(ValueError, match=re.escape(problem))
+    with expected as caught, Conversations(section_of(Stuck), TOKENIZER) as conversations:
+        conversations.try_environment(PROMPT)
+    said = caplog.text if caught is None else str(caught.value)
+    named = {
+        "open": "`open` of",
+        "end": "the end of `open` of",
+        "max_parallel": "`max_parallel` of",
+        "close": "`close` of",
+    }
+    assert re.search(rf"rollout\.environment: {named.get(where, '')} ?environment_cases:Stuck.* raised ", said)
+    assert problem in said
+    assert time.monotonic() < begun + 30
+    Stuck.is_free.set()
+
+
+@pytest.mark.parametrize("where", ["init", "start", "step", "async step", "async wait", "close", ""])
+def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sum of its rewards is not known then."""
+    warn_once.cache_clear()
+    monkeypatch.setattr(Stuck, "where", where)
+    Stuck.is_free.clear()
+    with Conversations(section_of(Stuck), TOKENIZER) as conversations:
+        found = ending_of(ask(conversations, completion_of(encode("go"))))
+        Stuck.is_free.set()
+    is_late = where not in ("close", "")
+    assert (found.stop_reason, found.outcomes) == (("time", ("time",)) if is_late else ("done", ()))
+    assert math.isnan(found.reward) if is_late else found.reward == 1.0
+    text = "`step` of environment_cases:Stuck gave no answer within the class's timeout_seconds"
+    assert caplog.text.count(text) == is_late
+    assert ("`close` of environment_cases:Stuck raised TimeoutError" in caplog.text) == (where == "close")
+
+
+def raises(*_: object) -> None:
+    raise ArithmeticError("no")
+
+
+def returns(value: object) -> Callable[[object], object]:
+    return lambda _: value
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        (
+            "timeout_seconds",
+            ["x", None, 0, -1.0, math.nan, math.inf, [], 1e300],
+            "must be a number above 0 and below 1e9",
+        ),
+        ("tools", [None, "x", 3, [{"name": "a"}]], "tools must be a list of Tool, found"),
+        ("Options", [None, dict, "x"], "Options must be a subclass of Section, found"),
+        ("max_parallel", [returns(it) for it in (0, -1, "x", 1.5, b"")], "must return an integer from 1 on"),
+        ("max_parallel", [raises, None, lambda: 3], r"`max_parallel` of \S*:Serial raised (Arith|Type)\w*Error: "),
+        ("open", [returns(None), returns(3), raises, 4], r"`open` of \S*:Serial raised (Arith|Type)\w*Error: "),
+    ],
+)
+def test_members_of_another_kind_are_one_line(
+    name: str, values: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in values:
+        monkeypatch.setattr(Serial, name, value)
+        with pytest.raises(ValueError, match=rf"rollout\.environment: .*{message}"):
+            Conversations(section_of(Serial), TOKENIZER).__enter__()
 
 
 TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [

@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollout_cases
 from bench_cases import run
 from recipe_cases import recipe_text
-from task_cases import Rows
+from task_cases import Rows, prompt_of
 
 from srtrl.evaluation.grader_check import check_grader
-from srtrl.recipe.schema import GradingSection
+from srtrl.recipe.schema import AlgorithmSection, GradingSection, RewardSection
 from srtrl.tasks.arithmetic import is_correct as is_integer
 from srtrl.tasks.final_answer import extract_answer
+from srtrl.tasks.grading import Grader
 from srtrl.tasks.math_verifier import is_correct
+from srtrl.trainer.credit import groups_to_learn_from
 
 GRADING = GradingSection(num_workers=1, timeout_seconds=0.6)
 KNOWN = {("math500", "test/algebra/2193.json", "other solution")}
@@ -67,6 +70,17 @@ def test_each_way_to_disagree_is_said_with_its_reason_and_what_cannot_be_graded_
     ]
     assert [one[:2] for one in found[3:]] == [("unreadable", question) for question in report.num_asked]
     assert all("math-verify cannot read the reference answer '}'" in one[2] for one in found[3:])
+
+
+def test_a_response_that_cannot_be_graded_is_not_better_than_an_incorrect_one() -> None:
+    """It would be, with its reward of 0, if it were learned from."""
+    rewards = [RewardSection(name="correct", options={"incorrect": -1.0})]
+    with Grader(Rows(is_correct), rewards, GRADING, 10) as grader:
+        texts = [rf"\boxed{{{answer}}}" for answer in ("5", "6", "9^{9^{9^{9}}}")]
+        grades = grader.collect([grader.submit(prompt_of("5"), text, "stop", 3) for text in texts])
+    assert [(grade.outcome, grade.reward) for grade in grades] == [("correct", 1.0), ("wrong", -1.0), ("timeout", 0.0)]
+    [kept] = groups_to_learn_from([rollout_cases.graded(grades)], AlgorithmSection())
+    assert [rollout.grade for rollout in kept.rollouts] == grades[:2]
 
 
 def test_a_verifier_of_this_process_that_accepts_everything_is_found_out() -> None:

@@ -10,9 +10,11 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rollout_cases
 from task_cases import Rows, processes_of, prompt_of, sample_of, wait_until
@@ -24,6 +26,7 @@ from srtrl.tasks.base import Verifier
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.tasks.rewards import overlong_penalty
+from srtrl.tasks.worker import check_reward
 from srtrl.types import FinishReason, Grade
 
 CPU_SECONDS = 0.3
@@ -157,6 +160,52 @@ REWARDS = r"""
             raise ConnectionError("no judge")
         return factor * len(sample.text) * (2 if sample.correct else 1)
 
+    is_free = threading.Event()
+
+    async def blocks(sample: RewardInput) -> float:
+        is_free.wait(60) if sample.text != "nap" else time.sleep(0.15)
+        return 1.0
+
+    async def swallows(sample: RewardInput) -> float:
+        while not is_free.is_set():
+            try:
+                await asyncio.sleep(0.05 if sample.text == "ok" else 1000)
+            except asyncio.CancelledError:
+                sample = sample_of_text("ok")
+        return 1.0
+
+    def sample_of_text(text):
+        from task_cases import sample_of
+        return sample_of(text)
+
+    ERRORS = {"ok": KeyboardInterrupt, "exit": SystemExit, "cancel": asyncio.CancelledError, "raise": OSError}
+
+    async def interrupts(sample: RewardInput) -> float:
+        if sample.text in ERRORS:
+            raise ERRORS[sample.text]("no")
+        return 2.0
+
+    async def leaves_task(sample: RewardInput) -> float:
+        asyncio.create_task(interrupts(sample))
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    async def hangs_in_thread(sample: RewardInput) -> float:
+        await asyncio.to_thread(is_free.wait, 60)
+        return 1.0
+
+    @batched
+    def endless(samples: list[RewardInput]):
+        while True:
+            yield 1.0
+
+    def counts(sample: RewardInput):
+        yield 1.0
+
+    def slow(sample: RewardInput) -> float:
+        time.sleep(0.5)
+        return 1.0
+
     class Judge:
         async def __call__(self, sample: RewardInput) -> float:
             return 3.0
@@ -271,7 +320,7 @@ def test_bad_samples_cost_only_themselves(
     named = [record.getMessage().partition(":")[0] for record in caplog.records]
     first = [i for i, reason in enumerate(reasons) if reason and reason not in reasons[:i]]
     assert named == [f"prompt p{i}" for i in first]  # a reason is logged once
-    assert "prompt p1: grading ended in timeout, reward 0: more than 0.3 CPU seconds" in caplog.text
+    assert "prompt p1: grading ended in timeout, left out: more than 0.3 CPU seconds" in caplog.text
     once = f"crash once:{package / 'marker'}"  # the second attempt is graded
     check(grader, [(once, "wrong", "$"), ("ok", "correct", "$")])
     with monkeypatch.context() as patch:
@@ -399,6 +448,20 @@ IN_PROCESS: list[tuple[str, dict[str, Any], tuple[str, float, str] | None, str]]
     ("gives", {"value": "1.0"}, None, ".*reward `gives` must return a finite number, it returned '1.0'"),
     ("all_get", {"values": [1.0]}, None, "reward `all_get`: ValueError: it returned 1 values for 2 samples"),
     ("all_get", {"values": {"a": 1}}, None, ".*a batched reward must return a list of numbers, it returned {'a': 1"),
+    ("endless", {}, None, "reward `endless`: ValueError: it returned more than 2 values for 2 samples"),
+    ("counts", {}, None, ".*reward `counts` must return a finite number, it returned <generator object counts"),
+    (
+        "gives",
+        {"value": -1e308},
+        None,
+        r".*must return a finite number, it returned -1e\+308 \(the limit is 1e\+15 either",
+    ),
+    (
+        "gives",
+        {"value": 10**400},
+        None,
+        r".*must return a finite number, it returned 1000.* \(the limit is 1e\+15 either",
+    ),
     ("overlong_penalty", {"cache_tokens": 10}, None, r".* 1 to rollout.max_new_tokens - 1 \(9\), found 10"),
 ]
 """Reward and options; outcome, reward and detail of the sample "ok", or None: as that of "raise"; detail of "raise"."""
@@ -436,7 +499,7 @@ def test_coroutine_rewards_are_awaited_together(
         ok, raised, *others = grader.collect(tickets)
         assert (own.running, own.most) == (0, 64)
         assert grader.serial_rewards == []
-        monkeypatch.setattr("srtrl.tasks.grading.WALL_SECONDS_PER_CPU_SECOND", 1)
+        monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
         [hung] = grade_all(grader, ["hang"])
         monkeypatch.undo()
         grader.submit(prompt_of("ok"), "hang", "stop", 1)
@@ -449,6 +512,98 @@ def test_coroutine_rewards_are_awaited_together(
     wait_until(lambda: threading.active_count() <= num_threads)
     gc.collect()
     assert capfd.readouterr().err == ""
+
+
+COROUTINES: list[tuple[str, list[tuple[str, str, str]]]] = [
+    (
+        "interrupts",
+        [
+            ("ok", "error", "reward `interrupts`: KeyboardInterrupt: no"),
+            ("exit", "error", "reward `interrupts`: SystemExit: no"),
+            ("cancel", "error", "reward `interrupts`: (asyncio.exceptions.)?CancelledError"),
+            ("raise", "error", "reward `interrupts`: OSError: no"),
+            ("fine", "wrong", "$"),
+        ],
+    ),
+    ("swallows", [(text, "timeout", "reward `swallows`: no answer within 0.3 seconds") for text in ("ok", "hang")]),
+    ("hangs_in_thread", [("ok", "timeout", "reward `hangs_in_thread`: no answer within 0.3 seconds")]),
+    ("leaves_task", [(text, "wrong", "$") for text in ("exit", "raise", "fine", "raise")] + [("ok", "correct", "$")]),
+]
+
+
+@pytest.mark.parametrize(("name", "rows"), COROUTINES)
+def test_whatever_a_coroutine_does_costs_its_own_sample_alone(
+    name: str,
+    rows: Sequence[tuple[str, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with make_grader(f"own_rewards:{name}", "correct") as grader:
+        own = sys.modules["own_rewards"]
+        own.is_free.clear()
+        monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
+        grades = grade_all(grader, [text for text, *_ in rows])
+        for (_, outcome, detail), grade in zip(rows, grades, strict=True):
+            assert grade.outcome == outcome
+            assert re.match(detail, grade.detail), grade.detail
+        own.is_free.set()
+    gc.collect()
+    left = sorted(message for message in caplog.messages if "left behind" in message)
+    begin = "reward `leaves_task`: in a task left behind: "
+    if name == "leaves_task":
+        assert [message.removeprefix(begin).partition(": ")[0] for message in left] == [
+            "KeyboardInterrupt",
+            "OSError",
+            "SystemExit",
+        ]
+    else:
+        assert left == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_coroutine_that_blocks_the_event_loop_stops_the_run_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many that block for a moment do not. A plain function that takes long is named in a warning."""
+    monkeypatch.setattr("srtrl.tasks.grading.GRACE_SECONDS", 0.3)
+    sections = [RewardSection(name="own_rewards:seventh"), RewardSection(name="own_rewards:blocks")]
+    grading = GradingSection(timeout_seconds=0.005)
+    own = sys.modules["own_rewards"]
+
+    def wait_for_one(grader: Grader) -> None:
+        grader.wait_any([grader.submit(prompt_of("ok"), "ok", "stop", 1)])
+
+    for start in (wait_for_one, lambda grader: grader.try_rewards(prompt_of("ok"))):
+        with Grader(Rows(equal_texts), sections, grading, max_new_tokens=10) as grader:
+            own.is_free.clear()
+            message = (
+                r"rewards: reward `blocks` has blocked the event loop for \d seconds; .*a coroutine must not block"
+            )
+            with pytest.raises(ValueError, match=message):
+                start(grader)
+            own.is_free.set()
+    with Grader(Rows(equal_texts), sections, grading, max_new_tokens=10) as grader:
+        tickets = [grader.submit(prompt_of("ok"), "nap", "stop", 1) for _ in range(6)]
+        while not all(map(grader.is_done, tickets)):
+            grader.wait_any([ticket for ticket in tickets if not grader.is_done(ticket)], timeout=0.02)
+        assert [grade.reward for grade in grader.collect(tickets)] == [4.0] * 6
+    with Grader(Rows(equal_texts), [RewardSection(name="own_rewards:slow")], grading, max_new_tokens=10) as grader:
+        assert [grade.reward for grade in grade_all(grader, ["ok"])] == [1.0]
+    assert any(
+        re.match(r"0\.1 seconds in reward `slow`, which has no limit .*should be @isolated", one)
+        for one in caplog.messages
+    )
+
+
+def test_a_reward_is_a_number_of_any_kind_up_to_a_limit() -> None:
+    for value, number in ((1e15, 1e15), (-(10**15), -1e15), (True, 1.0), (Fraction(1, 4), 0.25), (np.float32(3), 3.0)):
+        assert check_reward("a", value) == number
+    for beyond in (1.0000001e15, -1e300, 10**16, np.float64(1e16), float("inf"), float("-inf"), float("nan")):
+        with pytest.raises(
+            ValueError, match=r"reward `a` must return a finite number, it returned .*the limit is 1e\+15"
+        ):
+            check_reward("a", beyond)
 
 
 REFUSED: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
+import tiny_run
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny_run import learned_rows, make_recipe, open_run, train
+from tiny_run import DAPO, PPO, learned_rows, make_recipe, open_run, train
 from update_cases import CALLS, flawed
 
 import srtrl
@@ -28,6 +30,7 @@ from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
 from srtrl.run.metrics import describe_step, run_figures
 from srtrl.run.progress import RunProgress
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
@@ -277,6 +280,56 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
     state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())
     assert (state["step"], state["policy_version"]) == (2, 0)
+
+
+SOME_FAIL: list[dict[str, Any]] = [
+    {"name": "test_trainer:fails_often", "options": {"share": 2}},
+    {"name": "correct", "options": {"incorrect": -1.0}},
+]
+
+
+def fails_often(sample: RewardInput, *, share: int) -> float:
+    """Raises for all texts but one in `share`, each time with another message; never for the trial's."""
+    if sample.prompt.answer != sample.text and zlib.crc32(sample.text.encode()) % share:
+        raise RuntimeError(f"{sample.text!r} of {sample.prompt.prompt_id}")
+    return tiny_run.digits(sample)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        PPO,
+        DAPO | {"rewards": SOME_FAIL, "algorithm__filters": ["drop_uniform"]},
+        {"rollout__mode": "partial", "rollout__min_complete": 0.5, "algorithm__old_logprobs": "recompute"},
+        {"rollout__mode": "spec_rl", "algorithm__old_logprobs": "recompute", "algorithm__importance_cap": 2.0},
+        {
+            "eval__before_and_after": True,
+            "rewards": [{"name": "test_trainer:fails_often", "options": {"share": 10**9}}],
+        },
+    ],
+)
+def test_samples_that_could_not_be_graded_are_not_learned_from(
+    policy: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    result = train(make_recipe(policy, tmp_path, train__num_steps=2, **QUICK | {"rewards": SOME_FAIL} | changes))
+    for row in read_metrics(result.folder / "metrics.jsonl")[-2:]:
+        table = pq.read_table(result.folder / "rollouts" / f"step_{row['step']:06d}.parquet").to_pylist()
+        failed = [one for one in table if one["outcome"] == "error"]
+        graded = [one for one in table if one["outcome"] != "error"]
+        assert len(failed) == row["grading/error"] > 0
+        assert {one["advantage"] for one in failed} == {None}
+        mean = sum(one["reward"] for one in graded) / max(1, len(graded))
+        assert row["reward/mean"] == pytest.approx(mean, abs=1e-6)  # of float32
+        assert f"{len(failed)} gradings failed: left out" in describe_step(row)
+        learned = [one for one in graded if one["advantage"] is not None]
+        assert ("grad_norm" in row or "critic/loss" in row) == bool(learned)
+        if "grad_norm" in row:
+            assert row["tokens/update"] <= sum(len(one["prompt_token_ids"]) + len(one["token_ids"]) for one in learned)
+        if not graded:
+            assert describe_step(row).endswith("no update: the filters and failed gradings left no sample")
+            assert (row["reward/mean"], row["groups/dropped"]) == (0.0, 4)
+            assert (row.get("eval/reward", 0.0), row.get("eval/accuracy", 0.0)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar
 
 from srtrl.recipe.file import validate_section
@@ -120,8 +121,9 @@ class EnvironmentBase:
     tools: ClassVar[Sequence[Tool]] = ()
     """The tools that the policy may call. Calls of other names are answered with an error."""
     timeout_seconds: ClassVar[float] = 300.0
-    """Wall-clock limit of a turn, from the start of `step`. It is a safety net: the sample ends with the stop reason
-    `time`, and a step that hangs keeps its thread."""
+    """Wall-clock limit of a turn, from the start of `step`, and of every other method. It is a safety net: the sample
+    ends with the stop reason `time`, the reward `environment` cannot grade it, and a step that hangs keeps its
+    thread."""
 
     def __init__(self, options: Section, shared: Any) -> None:
         """Keep the options, and the result of `open`."""
@@ -135,7 +137,7 @@ class EnvironmentBase:
 
     @classmethod
     def max_parallel(cls, options: Section) -> int | None:
-        """Maximum number of steps at the same time (beside those past the time limit); None: many."""
+        """Maximum number of steps at the same time, at least 1 (beside those past the time limit); None: many."""
         return None
 
     def start(self, prompt: Prompt) -> Messages | None:
@@ -183,10 +185,17 @@ def resolve_environment(section: EnvironmentSection) -> tuple[type[EnvironmentBa
     """The class that the recipe names, and its options.
 
     Raises:
-        ValueError: the name is unknown or not an environment's, or an option is incorrect.
+        ValueError: the name is unknown or not an environment's, or an option or an attribute of the class is incorrect.
     """
     environment = resolve_class("srtrl.environments", section.name, "Environment")
     if not (isinstance(environment, type) and issubclass(environment, EnvironmentBase)):
         raise ValueError(f"`{section.name}` is no environment; expected a subclass of {EnvironmentBase.__module__}")
+    tools, seconds, where = environment.tools, environment.timeout_seconds, f"rollout.environment: {section.name}: "
+    if not (isinstance(seconds, Real) and 0 < float(seconds) < 1e9):
+        raise ValueError(f"{where}timeout_seconds must be a number above 0 and below 1e9, found {seconds!r:.80}")
+    if not (isinstance(tools, Sequence) and all(isinstance(tool, Tool) for tool in tools)):
+        raise ValueError(f"{where}tools must be a list of Tool, found {tools!r:.80}")
+    if not (isinstance(environment.Options, type) and issubclass(environment.Options, Section)):
+        raise ValueError(f"{where}Options must be a subclass of Section, found {environment.Options!r:.80}")
     options = validate_section(environment.Options, dict(section.options), "rollout.environment.options")
     return environment, options

@@ -10,16 +10,17 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import queue
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
@@ -28,7 +29,7 @@ from srtrl.environments.record import Record, digest_of, key_of
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
-from srtrl.tasks.event_loop import event_loop, start_thread
+from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, start_thread, warn_once
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 NUM_THREADS = 128
 """Maximum number of environments' steps at the same time."""
@@ -105,6 +107,7 @@ class Conversations:
         self.section = section
         self.tokenizer = tokenizer
         self.environment_class, self.options = resolve_environment(section)
+        self._seconds = float(self.environment_class.timeout_seconds)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
         self._samples: dict[tuple[str, int, int], _Sample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
@@ -119,10 +122,14 @@ class Conversations:
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
+        environment, options, name = self.environment_class, self.options, self.section.name
         with ExitStack() as stack:
-            self._shared = stack.enter_context(self.environment_class.open(self.options))
-            self._loop = stack.enter_context(event_loop())
-            limit = self.environment_class.max_parallel(self.options)
+            self._loop = stack.enter_context(event_loop(f"environment {name}"))
+            self._shared = self._call(f"`open` of {name}", lambda: stack.enter_context(environment.open(options)))
+            limit = self._call(f"`max_parallel` of {name}", lambda: environment.max_parallel(options))
+            if limit is not None and not (isinstance(limit, int) and limit >= 1):
+                message = "must return an integer from 1 on, or None; it returned"
+                raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
             for _ in range(NUM_THREADS if limit is None else min(NUM_THREADS, limit)):
                 start_thread(self._answer_turns)
                 stack.callback(self._queue.put, None)
@@ -131,7 +138,30 @@ class Conversations:
 
     def __exit__(self, *exception: object) -> None:
         self.clear()
-        self._stack.close()
+        self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
+
+    def _call(self, what: str, function: Callable[[], T]) -> T:
+        """What a function of the user's class returns; it runs in a thread, which is left behind where it hangs.
+
+        Raises:
+            ValueError: it raises, or takes longer than the class's `timeout_seconds`; the message begins with `what`.
+        """
+        result: Future[T] = DaemonThreads().submit(lambda: self._result_of(function()))
+        wait([result], self._seconds)
+        late = TimeoutError(f"no answer within the class's timeout_seconds ({self._seconds:g}); {ADVICE}")
+        error = result.exception() if result.done() else late
+        if error is None:
+            return result.result()
+        if ":" not in self.section.name:  # of ours: its errors are meant for the user
+            raise error
+        raise ValueError(f"rollout.environment: {what} raised {describe_error(error)}") from error
+
+    def _call_last(self, what: str, function: Callable[[], None]) -> None:
+        """As `_call`, with a warning in place of an error."""
+        with Caught() as caught:
+            self._call(what, function)
+        if caught.error is not None:
+            logger.warning("%s", caught.error)
 
     @property
     def num_pending(self) -> int:
@@ -159,17 +189,14 @@ class Conversations:
             return prompt
         key = prompt.prompt_id, prompt.text
         if key not in self._starts:
-            with Caught() as caught:
-                environment = self.environment_class(self.options, self._shared)
-                messages = environment.start(prompt)
-                are_messages = all(isinstance(message, Mapping) for message in messages or ())
-                environment.close()
-            message = f"rollout.environment: `start` of {self.section.name}, called with prompt {prompt.prompt_id!r},"
-            if caught.error is not None:
-                raise ValueError(f"{message} raised {describe_error(caught.error)}") from caught.error
-            if not are_messages:
-                raise ValueError(f"{message} must return a list of messages or None, it returned {messages!r:.80}")
-            started = self._append(prompt, messages or (), max_prompt_tokens)
+            what = f"`start` of {self.section.name}, called with prompt {prompt.prompt_id!r},"
+            sample = _Sample(prompt)
+            _, messages = self._call(what, lambda: self._begin(sample))
+            self._close(sample)
+            if not (isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)):
+                message = "must return a list of messages or None, it returned"
+                raise ValueError(f"rollout.environment: {what} {message} {messages!r:.80}")
+            started = self._append(prompt, messages, max_prompt_tokens)
             self._starts[key] = self._starts[started.prompt_id, started.text] = prompt, started
         return self._starts[key][1]
 
@@ -183,16 +210,23 @@ class Conversations:
             return
         turn = Turn(index=0, text=prompt.answer or "an answer", token_ids=(0,))
         sample = _Sample(prompt)
-        with Caught() as caught:
-            sample.environment = self.environment_class(self.options, self._shared)
-            sample.environment.start(prompt)
-            answer = self._step(sample.environment, turn)
+
+        def answer_and_replay() -> None:
+            environment, _ = self._begin(sample)
+            answer = self._step(environment, turn)
             if self.environment_class.can_replay():
-                self._result_of(sample.environment.replay(turn, answer))
-        self._close(sample)
-        if caught.error is not None:
-            tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
-            raise ValueError(f"rollout.environment: {tried} raised {describe_error(caught.error)}") from caught.error
+                self._result_of(environment.replay(turn, answer))
+
+        tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
+        try:
+            self._call(tried, answer_and_replay)
+        finally:
+            self._close(sample)
+
+    def _begin(self, sample: _Sample) -> tuple[EnvironmentBase, Messages]:
+        """Make a sample's environment; returns it and the messages that it begins with."""
+        environment = sample.environment = self.environment_class(self.options, self._shared)
+        return environment, environment.start(sample.prompt) or ()
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
         bos, text = self.tokenizer.bos_token, self.format.add_messages(prompt.text, messages)
@@ -275,7 +309,7 @@ class Conversations:
 
     def take_answers(self) -> list[Answer]:
         """The answers since the last call; a sample whose environment exceeds the time limit ends."""
-        limit = time.monotonic() - self.environment_class.timeout_seconds
+        limit = time.monotonic() - self._seconds
         answers, waiting = [], []
         for pending in self._pending:
             is_late = pending.started is not None and pending.started < limit
@@ -358,17 +392,15 @@ class Conversations:
     def _answer(self, pending: _Pending) -> Step:
         """The environment's answer to a turn, after the turns that it has not seen."""
         sample = pending.sample
-        if sample.environment is None:
-            sample.environment = self.environment_class(self.options, self._shared)
-            sample.environment.start(sample.prompt)
+        environment = self._begin(sample)[0] if sample.environment is None else sample.environment
         unseen, sample.unseen = sample.unseen, []
         for turn, step in unseen:
             if self.environment_class.can_replay():
-                self._result_of(sample.environment.replay(turn, step))
+                self._result_of(environment.replay(turn, step))
             else:
                 with Caught():  # an error is in the record as the answer
-                    self._step(sample.environment, turn)
-        return self._step(sample.environment, pending.turn)
+                    self._step(environment, turn)
+        return self._step(environment, pending.turn)
 
     def _step(self, environment: EnvironmentBase, turn: Turn) -> Step:
         """The result of `step`, or of its coroutine."""
@@ -383,10 +415,7 @@ class Conversations:
 
     def _close(self, sample: _Sample) -> None:
         if sample.environment is not None:
-            with Caught() as caught:
-                sample.environment.close()
-            if caught.error is not None:
-                logger.warning("`close` of the environment %s: %s", self.section.name, describe_error(caught.error))
+            self._call_last(f"`close` of {self.section.name}", sample.environment.close)
 
     def _resolve(self, pending: _Pending) -> Answer:
         """Apply the limits in their order: the environment's own end, turns, tokens of the response and observation."""
@@ -426,6 +455,8 @@ class Conversations:
         """The environment's answer; errors and the time limit become answers, too."""
         if pending.answer.cancel():
             start_thread(self._answer_turns)  # in place of the one that hangs
+            limit = f"within the class's timeout_seconds ({self._seconds:g})"
+            warn_once(f"a sample ends: `step` of {self.section.name} gave no answer {limit}; {ADVICE}")
             return Step(is_done=True, stop_reason="time", outcomes=["time"])
         error = pending.answer.exception()
         if error is None:
@@ -444,7 +475,7 @@ class Conversations:
             num_void_turns=sample.num_void_turns,
             stop_reason=stop_reason,
             outcomes=tuple(sample.outcomes),
-            reward=sample.reward,
+            reward=math.nan if stop_reason == "time" and "time" in sample.outcomes else sample.reward,
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
             texts=tuple(

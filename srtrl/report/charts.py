@@ -77,7 +77,7 @@ CHARTS = {
         Chart(
             "Groups with equal rewards", "share of samples", ["groups/zero_advantage_share"], "They have no gradient."
         ),
-        Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Reward: 0."),
+        Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Left out."),
     ),
     "Turns and tools": (
         Chart("Turns", "turns of a sample", ["environment/turns_*"]),

@@ -24,9 +24,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """The metrics of a step's rollouts, before any filter.
 
-    `reward/mean` and `reward/std` (over all samples) are of the weighted sum, `reward/<name>` is each reward's own
-    unweighted mean; `accuracy` the share of
-    samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
+    `reward/mean` and `reward/std` are of the weighted sum, `reward/<name>` is each reward's own unweighted mean: over
+    the samples that could be graded, 0 where there is none. `accuracy` is the share of all samples that were graded
+    correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
     whose samples are all correct, or none of them; these three are absent where `grade_outcomes` (how grading can end)
     has no `correct`. Lengths in response tokens; `tokens/prompt` counts a draw's prompt once, for its pages are shared
     by the samples.
@@ -34,10 +34,11 @@ def rollout_metrics(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
-    rewards = [rollout.grade.reward for rollout in rollouts]
+    grades = [rollout.grade for rollout in rollouts if rollout.grade.is_graded] or [rollouts[0].grade]
+    rewards = [grade.reward for grade in grades]
     metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
     for name in rollouts[0].grade.parts:
-        metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
+        metrics[f"reward/{name}"] = fmean(grade.parts[name] for grade in grades)
     if "correct" in grade_outcomes:
         right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
         metrics |= {
@@ -184,7 +185,7 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         parts[-1] += f" ({seconds:.1f} s compiling)"
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
-        parts.append(f"{failed:.0f} gradings failed")
+        parts.append(f"{failed:.0f} gradings failed: left out")
     if metrics.get("tokens/unknown"):
         parts.append(f"{metrics['tokens/unknown']:.0f} tokens that the tokenizer does not have")
     if metrics["groups/dropped"]:
@@ -194,7 +195,7 @@ def describe_step(metrics: Mapping[str, float]) -> str:
     if "critic/grad_norm" in metrics and "grad_norm" not in metrics:
         parts.append("critic warm-up: no update of the policy")
     elif "grad_norm" not in metrics:
-        parts.append("no update: the filters left no sample")
+        parts.append(f"no update: the filters {'and failed gradings ' if failed else ''}left no sample")
     elif metrics.get("groups/zero_advantage_share") == 1 and metrics["grad_norm"] == 0:
         parts.append("nothing learned: all advantages are 0")
     return "  ".join(parts)

@@ -1,9 +1,23 @@
-"""Threads beside the decoder's, and an event loop for the coroutines of rewards and environments."""
+"""Threads beside the decoder's, and an event loop for the coroutines of rewards and environments.
+
+A user's function may hang, and a coroutine may block or swallow its cancellation: who waits keeps the limit, and
+threads end with the process.
+"""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import cache
+from typing import Any
+
+from srtrl.resolve import Caught, describe_error
+
+ADVICE = "what waits needs a limit of its own, and a coroutine must not block: `await`, or use asyncio.to_thread"
+
+logger = logging.getLogger(__name__)
 
 
 def start_thread(target: Callable[[], None]) -> None:
@@ -11,21 +25,58 @@ def start_thread(target: Callable[[], None]) -> None:
     threading.Thread(target=target, name="environment", daemon=True).start()
 
 
+@cache
+def warn_once(text: str) -> None:
+    """Log a text; nothing where it was logged before."""
+    logger.warning("%s", text)
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """A thread for each call, which ends with the process even where the call hangs; also of `asyncio.to_thread`."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Call a function in a thread of its own."""
+        result: Future[Any] = Future()
+        result.set_running_or_notify_cancel()
+
+        def run() -> None:
+            with Caught() as caught:
+                result.set_result(function(*args, **kwargs))
+            if caught.error is not None:
+                result.set_exception(caught.error)
+
+        start_thread(run)
+        return result
+
+
 @contextmanager
-def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread of its own; what is left of its tasks at the end is cancelled."""
-    loop = asyncio.new_event_loop()
+def event_loop(owner: str) -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread of its own; what is left of its tasks at the end is cancelled.
+
+    What a task raises that nobody awaits is logged in one line; `owner` says whose coroutines these are.
+    """
+    loop, is_over = asyncio.new_event_loop(), threading.Event()
+    loop.set_default_executor(DaemonThreads())
+
+    def log(_: object, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        warn_once(f"{owner}: in a task left behind: {describe_error(error) if error else context['message']}")
 
     def run() -> None:
         with closing(loop):
-            loop.run_forever()
+            while not is_over.is_set():
+                with Caught():  # a task that raises KeyboardInterrupt or SystemExit keeps it, but stops the loop, too
+                    loop.run_forever()
             if tasks := asyncio.all_tasks(loop):
                 for task in tasks:
                     task.cancel()
-                loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+                if loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))[1]:
+                    threading.Event().wait()  # a coroutine that swallows its end would hang whoever collects it
 
+    loop.set_exception_handler(log)
     start_thread(run)
     try:
         yield loop
     finally:
+        is_over.set()
         loop.call_soon_threadsafe(loop.stop)

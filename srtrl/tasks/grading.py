@@ -3,17 +3,19 @@
 `submit` returns at once: `isolated` functions (math-verify, say) start in a worker process, and coroutines (of judges,
 say) in an event loop, while the decoder continues with other samples. `collect` waits for them and runs the rest in the
 training process. A sample that hangs or
-crashes is retried once in a process that has graded nothing else; a second failure costs that sample only: reward 0,
-its outcome, and a line in the log.
+crashes is retried once in a process that has graded nothing else; a second failure costs that sample only: it is left
+out of its group, with its outcome, and a line in the log.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, Self
 
@@ -21,7 +23,7 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.event_loop import event_loop
+from srtrl.tasks.event_loop import ADVICE, event_loop, warn_once
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 MAX_AWAITED = 64
 """Maximum number of coroutine rewards at the same time."""
+GRACE_SECONDS = 5.0
+"""The event loop may be silent for this much longer than a coroutine reward may take."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -87,6 +91,8 @@ class Grader:
             rewards=tuple((reward.name, reward.function) for reward in self._rewards if reward.isolated),
         )
         self._grading = grading
+        self._seconds = WALL_SECONDS_PER_CPU_SECOND * grading.timeout_seconds
+        """Wall-clock limit of a coroutine; after this time other functions that run here are named in a warning."""
         self._pool: WorkerPool | None = None
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self._stack = ExitStack()
@@ -103,7 +109,11 @@ class Grader:
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
-            self._loop, self._limit = self._stack.enter_context(event_loop()), asyncio.Semaphore(MAX_AWAITED)
+            names = [reward.name for reward in self._awaited]
+            self._loop = self._stack.enter_context(event_loop(f"reward `{'`, `'.join(names)}`"))
+            self._limit = asyncio.Semaphore(MAX_AWAITED)
+            self._running: object = None
+            self._sign_of_life: Future[Any] = _done(Graded(correct=None))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -140,7 +150,7 @@ class Grader:
             num_turns=num_turns,
         )
         if self._verifier is not None and not self._verifier_isolated:
-            with Caught() as caught:
+            with self._warning_if_late("the task's verifier"), Caught() as caught:
                 sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
@@ -157,17 +167,48 @@ class Grader:
         if isinstance(graded, Failure):
             return graded
         sample, parts = replace(sample, correct=graded.correct), dict(graded.parts)
-        seconds = WALL_SECONDS_PER_CPU_SECOND * self._grading.timeout_seconds
         async with self._limit:
             for reward in self._awaited:
                 with Caught() as caught:
-                    async with asyncio.timeout(seconds) as limit:
-                        parts[reward.name] = check_reward(reward.name, await reward.function(sample))
+                    task = self._loop.create_task(reward.function(sample), name=f"reward `{reward.name}`")
+                    await asyncio.wait([task], timeout=self._seconds)
+                    if not task.done():
+                        task.cancel()  # and nobody waits for it: it may catch that and go on
+                        late = f"no answer within {self._seconds:g} seconds of wall-clock time"
+                        return Failure(outcome="timeout", detail=f"reward `{reward.name}`: {late}")
+                    parts[reward.name] = check_reward(reward.name, task.result())
                 if caught.error is not None:
-                    late = f"no answer within {seconds:g} seconds of wall-clock time" if limit.expired() else ""
-                    detail = f"reward `{reward.name}`: {late or describe_error(caught.error)}"
-                    return Failure(outcome="timeout" if late else "error", detail=detail)
+                    detail = f"reward `{reward.name}`: {describe_error(caught.error)}"
+                    return Failure(outcome="error", detail=detail)
         return replace(graded, parts=parts)
+
+    def _check_loop(self) -> None:
+        """Stop where a coroutine blocks the event loop: no limit inside it would ever be kept.
+
+        Raises:
+            ValueError: one has run for the time that it may take, and some seconds, without an `await`.
+        """
+        task, now = asyncio.current_task(self._loop), time.monotonic()
+        if self._sign_of_life.done() or task is not self._running:
+            self._running, self._since = task, now
+        if self._sign_of_life.done():
+            self._sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        elif now > self._since + self._seconds + GRACE_SECONDS:
+            name = task.get_name() if task else "a coroutine"
+            problem = f"has blocked the event loop for {now - self._since:.0f} seconds; {ADVICE}, or mark a plain"
+            raise ValueError(f"rewards: {name} {problem} function @isolated (docs/extending.md#a-reward)")
+
+    @contextmanager
+    def _warning_if_late(self, what: str) -> Iterator[None]:
+        """Log a line where the `with` block takes long: the training process waits for it without a limit."""
+        text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang"
+        timer = threading.Timer(self._seconds, warn_once, [f"{text} should be @isolated (docs/extending.md#a-reward)"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would return this grade without waiting."""
@@ -176,9 +217,18 @@ class Grader:
     def wait_any(
         self, tickets: Sequence[GradeTicket], others: Sequence[Future[Any]] = (), timeout: float | None = None
     ) -> None:
-        """Wait until one more of `tickets` or `others` is done, or for `timeout` seconds; at once where all are."""
-        verdicts = [ticket.verdict for ticket in tickets]
-        wait([future for future in (*verdicts, *others) if not future.done()], timeout, return_when=FIRST_COMPLETED)
+        """Wait until one more of `tickets` or `others` is done, or for `timeout` seconds; at once where all are.
+
+        Raises:
+            ValueError: a coroutine reward blocks the event loop.
+        """
+        pending = [future for future in (*(ticket.verdict for ticket in tickets), *others) if not future.done()]
+        is_waiting = bool(pending)
+        while is_waiting:
+            if self._awaited:
+                self._check_loop()
+            is_done = wait(pending, timeout or 1.0, return_when=FIRST_COMPLETED).done
+            is_waiting = not is_done and timeout is None
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
@@ -187,22 +237,29 @@ class Grader:
 
         Raises:
             RuntimeError: a worker process cannot start.
+            ValueError: as `wait_any`.
         """
-        verdicts = [ticket.verdict.result() for ticket in tickets]
+        verdicts = [self._verdict(ticket) for ticket in tickets]
         samples = [
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
         ]
         for reward in self._rewards:
             if not (reward.isolated or reward.awaited):
-                _apply(reward, samples, verdicts)
+                with self._warning_if_late(f"reward `{reward.name}`"):
+                    _apply(reward, samples, verdicts)
         grades = [self._grade(verdict) for verdict in verdicts]
         for ticket, grade in zip(tickets, grades, strict=True):
             if grade.detail and grade.detail not in self._logged:
                 self._logged.add(grade.detail)
                 prompt_id = ticket.sample.prompt.prompt_id
-                logger.warning("prompt %s: grading ended in %s, reward 0: %s", prompt_id, grade.outcome, grade.detail)
+                logger.warning("prompt %s: grading ended in %s, left out: %s", prompt_id, grade.outcome, grade.detail)
         return grades
+
+    def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
+        while not ticket.verdict.done():
+            self.wait_any([ticket])
+        return ticket.verdict.result()
 
     def collect_on_ranks(
         self, tickets: Sequence[GradeTicket], keys: Sequence[tuple[int, int]], ranks: Ranks
@@ -215,7 +272,7 @@ class Grader:
         if not any(reward.batched for reward in self._rewards):
             with ranks.synchronized("grading"):
                 return self.collect(tickets)
-        own = [(key, ticket.sample, ticket.verdict.result()) for key, ticket in zip(keys, tickets, strict=True)]
+        own = [(key, ticket.sample, self._verdict(ticket)) for key, ticket in zip(keys, tickets, strict=True)]
         rows = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))
         everything = [GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in rows]
         grades = ranks.on_main(lambda: self.collect(everything), "a batched reward")
@@ -287,7 +344,8 @@ def _values(reward: Reward, samples: Sequence[RewardInput]) -> list[float]:
     given = reward.function(samples) if reward.batched else [reward.function(samples[0])]
     if isinstance(given, Mapping | str | bytes):
         raise ValueError(f"a batched reward must return a list of numbers, it returned {given!r:.100}")
-    values = [check_reward(reward.name, value) for value in given]
+    values = [check_reward(reward.name, value) for value in islice(given, len(samples) + 1)]  # it may have no end
     if len(values) != len(samples):
-        raise ValueError(f"it returned {len(values)} values for {len(samples)} samples")
+        number = len(values) if len(values) < len(samples) else f"more than {len(samples)}"
+        raise ValueError(f"it returned {number} values for {len(samples)} samples")
     return values

@@ -17,23 +17,23 @@ class RewardInput:
     text: str
     """The completion without special tokens; of several turns the texts of the policy, joined by line breaks."""
     correct: bool | None
-    """The verdict of the task's verifier; None where the task has none, and where it failed (the sample's reward is
-    then 0 in any case)."""
+    """The verdict of the task's verifier; None where the task has none, and where it failed (the sample is then left
+    out in any case)."""
     finish_reason: FinishReason
     num_tokens: int
     """Length of the completion, the end token included; what an environment put in does not count."""
     max_new_tokens: int
     """Limit of that length."""
     environment_reward: float = 0.0
-    """Sum of the rewards that the environment gave; 0 where there is none."""
+    """Sum of the rewards that the environment gave; 0 where there is none, NaN where it exceeded its time limit."""
     num_turns: int = 1
 
 
 def isolated(reward: FunctionT) -> FunctionT:
     """Mark a reward that may hang or crash: it runs in worker processes, within the recipe's `grading` limits.
 
-    It must be a function of an importable module. A sample that exceeds a limit is retried once and then has reward 0;
-    the others are not touched.
+    It must be a function of an importable module. A sample that exceeds a limit is retried once and then left out
+    of its group; the others are not touched.
     """
     reward.isolated = True  # type: ignore[attr-defined]
     return reward

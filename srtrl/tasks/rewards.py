@@ -6,6 +6,7 @@ unless it is marked `@batched` (both of `srtrl.tasks.reward_input`).
 """
 
 import re
+from math import isnan
 
 from srtrl.tasks.final_answer import BOX
 from srtrl.tasks.reward_input import RewardInput
@@ -20,6 +21,8 @@ def correct(sample: RewardInput, *, incorrect: float = 0.0) -> float:
 
 def environment(sample: RewardInput) -> float:
     """The sum of the rewards that the sample's environment gave."""
+    if isnan(sample.environment_reward):
+        raise TimeoutError("the environment gave no answer within its timeout_seconds")
     return sample.environment_reward
 
 

@@ -15,7 +15,6 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,8 @@ MEMORY_EXIT_CODE = 70
 """Of a worker in which a sample exhausted the memory."""
 READY = "ready"
 """Message of a worker that waits for a sample."""
+MAX_REWARD = 1e15
+"""Maximum of the absolute value: sums and squares of such numbers, with weights, are finite."""
 TIMER_RESOLUTION = 1e-3
 """Smallest CPU limit, in seconds: zero microseconds would mean none."""
 
@@ -66,14 +67,15 @@ class Failure:
 
 
 def check_reward(name: str, value: object) -> float:
-    """The value of a reward as a float; ValueError where it is no finite number."""
+    """The value of a reward as a float; ValueError where it is no finite number, or one beyond `MAX_REWARD`."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy or torch
         value = value.item()
     with suppress(OverflowError):  # of an integer beyond the range of floats
-        if isinstance(value, Real) and isfinite(number := float(value)):
+        if isinstance(value, Real) and abs(number := float(value)) <= MAX_REWARD:
             return number
     hint = " (0.0 where it does not apply)" if value is None else ""
-    raise ValueError(f"reward `{name}` must return a finite number{hint}, it returned {value!r:.100}")
+    limit = f" (the limit is {MAX_REWARD:g} either way)" if isinstance(value, Real) else ""
+    raise ValueError(f"reward `{name}` must return a finite number{hint}, it returned {value!r:.100}{limit}")
 
 
 def serve(descriptor: int) -> None:

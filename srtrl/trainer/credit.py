@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
-from srtrl.recipe.schema import Recipe
+from srtrl.recipe.schema import AlgorithmSection, Recipe
 from srtrl.resolve import declared, describe_value, resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
@@ -33,28 +34,50 @@ class Credit:
     metrics: dict[str, float]
 
 
+def groups_to_learn_from(groups: Sequence[RolloutGroup], algorithm: AlgorithmSection) -> list[RolloutGroup]:
+    """The groups that the filters keep, without the samples that could not be graded.
+
+    Such a sample has no reward, so nothing is learned from it, and it counts in no mean and no deviation. A
+    sequence-level advantage compares samples: a group of several in which fewer than two are left is dropped.
+
+    Raises:
+        ValueError: as `filter_groups`.
+    """
+    min_samples = 1 if is_token_level(resolve_part("algorithm.advantage", algorithm.advantage)) else 2
+    enough = [group for group in groups if len(group.graded) >= min(min_samples, len(group.rollouts))]
+    graded = [replace(group, rollouts=group.graded) for group in enough]
+    return filter_groups(graded, algorithm.filters, algorithm.filter_options)
+
+
 def filter_groups(
     groups: Sequence[RolloutGroup], filters: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})
 ) -> list[RolloutGroup]:
     """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees the kept ones.
 
-    Each filter gets those of `options` that it declares.
+    Each filter gets those of `options` that it declares. It is called for the groups of each size apart.
 
     Raises:
         ValueError: a filter is unknown, or returns something else than a bool for each group.
     """
     kept = list(groups)
     for name in filters:
-        if not kept:
-            break
-        grades = [[rollout.grade for rollout in group.rollouts] for group in kept]  # [G, S]
-        rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
-        correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
         function = resolve_part("algorithm.filters", name)
-        mask = function(rewards, correct, **declared(function, 2, options))  # [G]
-        check_mask("algorithm.filters", name, mask, rewards)
-        kept = [group for group, keep in zip(kept, mask.tolist(), strict=True) if keep]
+        chosen: list[int] = []
+        for indices in _by_size(kept):
+            grades = [[rollout.grade for rollout in kept[index].rollouts] for index in indices]  # [G, S]
+            rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
+            correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
+            mask = function(rewards, correct, **declared(function, 2, options))  # [G]
+            check_mask("algorithm.filters", name, mask, rewards)
+            chosen += compress(indices, mask.tolist())
+        kept = [kept[index] for index in sorted(chosen)]
     return kept
+
+
+def _by_size(groups: Sequence[RolloutGroup]) -> list[list[int]]:
+    """Indices of the groups of each size: a single list where all samples of all groups could be graded."""
+    sizes = [len(group.rollouts) for group in groups]
+    return [[index for index, size in enumerate(sizes) if size == one] for one in dict.fromkeys(sizes)]
 
 
 def check_mask(option: str, name: str, mask: object, rewards: Tensor) -> None:
@@ -92,7 +115,7 @@ def assign_credit(
     filtering comes last: a truncated sample counts in its group's baseline and in the whitening, and is then left out.
 
     Args:
-        groups: The groups to learn from, at least one.
+        groups: The groups to learn from, at least one; all samples are graded.
         sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
             `values` where there is a critic, `old_logprobs` where the trainer has computed them.
         recipe: Its `algorithm` section names the advantage and the KL.
@@ -183,27 +206,31 @@ def _advantages(
     """The advantage of every token by `algorithm.advantage`, from token rewards [B, L]: [B, L], before whitening."""
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
-    sizes = [len(group.rollouts) for group in groups]
+    sizes, lengths = [len(group.rollouts) for group in groups], mask.sum(dim=1)
     if is_token_level(function):
         assert values is not None or not needs_critic(function), f"{name} needs the critic's values"
-        first = rewards  # [B, L]
         advantages = function(
-            first,
+            rewards,
             torch.zeros_like(rewards) if values is None else values,
             mask,
             group_index=torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)),  # [B]
             gamma=algorithm.gamma,
             lam=algorithm.lam,
-            **declared(function, 3, _offered(groups, mask.sum(dim=1), recipe, step)),
+            **declared(function, 3, _offered(groups, lengths, recipe, step)),
             **algorithm.advantage_options,
         )
+        check_advantages("algorithm.advantage", name, advantages, rewards)
     else:
-        assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, got {sizes}"
-        first = rewards.sum(dim=1).reshape(len(groups), sizes[0])  # [G, S]
-        offered = _offered(groups, mask.sum(dim=1).reshape(first.shape), recipe, step)
-        advantages = function(first, **declared(function, 1, offered), **algorithm.advantage_options)
-    check_advantages("algorithm.advantage", name, advantages, first)
-    on_tokens = torch.where(mask, advantages.double().reshape(len(mask), -1), 0.0)  # [B, L] or [B, 1] to [B, L]
+        sums = rewards.sum(dim=1)  # [B]
+        rows_of = torch.split(torch.arange(len(sums)), sizes)  # of each group
+        advantages = torch.zeros_like(sums)[:, None]  # [B, 1]
+        for indices in _by_size(groups):
+            rows = torch.stack([rows_of[index] for index in indices])  # [G, S]
+            offered = _offered([groups[index] for index in indices], lengths[rows], recipe, step)
+            given = function(sums[rows], **declared(function, 1, offered), **algorithm.advantage_options)
+            check_advantages("algorithm.advantage", name, given, rows)
+            advantages[rows, 0] = given.double()
+    on_tokens = torch.where(mask, advantages.double(), 0.0)  # [B, L]
     if not bool(on_tokens.isfinite().all()):
         raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
     return on_tokens

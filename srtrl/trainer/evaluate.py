@@ -79,12 +79,13 @@ def eval_metrics(
 ) -> dict[str, float]:
     """The metrics `eval/...` and `time/eval` of graded groups of the same size (docs/metrics.md).
 
-    A failed grading counts as incorrect. Without `correct` among `grade_outcomes` (how grading can end) there is no
-    accuracy.
+    A failed grading counts as incorrect, and in no mean of rewards (0 where all failed). Without `correct` among
+    `grade_outcomes` (how grading can end) there is no accuracy.
     """
     rollouts = list(chain.from_iterable(group.rollouts for group in groups))
     num_samples = len(groups[0].rollouts)
-    rewards = [fmean(rollout.grade.reward for rollout in group.rollouts) for group in groups]
+    graded = [[rollout.grade.reward for rollout in group.graded] for group in groups]
+    rewards = [fmean(some) for some in graded if some] or [0.0]
     counts = Counter(rollout.grade.outcome for rollout in rollouts)
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     metrics: dict[str, float] = {}
@@ -96,7 +97,7 @@ def eval_metrics(
         metrics["eval/solved_any"] = fmean(share > 0 for share in shares)
         for k in pass_at_ks(num_samples):
             metrics[f"eval/pass_at_{k}"] = fmean(pass_at_k(num_samples, count, k) for count in num_correct)
-    metrics["eval/reward"] = fmean(rollout.grade.reward for rollout in rollouts)
+    metrics["eval/reward"] = fmean(list(chain.from_iterable(graded)) or [0.0])
     metrics["eval/reward_low"], metrics["eval/reward_high"] = mean_interval(rewards)
     metrics |= {
         "eval/length/mean": fmean(lengths),

@@ -20,7 +20,7 @@ from srtrl.rollout.partial import PartialDraws, whole_prefix
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
-from srtrl.trainer.credit import filter_groups
+from srtrl.trainer.credit import groups_to_learn_from
 from srtrl.trainer.off_policy import accept_prefixes, truncated
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import Prefix, Prompt, Purpose, Request, Rollout, RolloutGroup, SampleKey, SamplingParams
@@ -81,7 +81,7 @@ class StepRollouts:
     groups: list[RolloutGroup]
     """Of all its draws, in data order."""
     kept: list[RolloutGroup]
-    """Those that the filters keep, in data order."""
+    """Those to learn from, in data order; see `groups_to_learn_from`."""
     metrics: dict[str, float]
     """Of the policy, the draws and the engine."""
 
@@ -138,7 +138,7 @@ class StepSampler:
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, engine, recipe = self.context, self.context.engine, self.context.recipe
-        rollout, filters, options = recipe.rollout, recipe.algorithm.filters, recipe.algorithm.filter_options
+        rollout, algorithm = recipe.rollout, recipe.algorithm
         first = self._next_ahead = self.num_draws
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         num_wanted, reuse = rollout.num_prompts, dict[str, float]()
@@ -152,17 +152,17 @@ class StepSampler:
                 first_draw=first,
                 num_prompts=rollout.num_prompts,
                 max_draws=self._max_draws,
-                keeps=lambda group: bool(filter_groups([group], filters, options)),
+                keeps=lambda group: bool(groups_to_learn_from([group], algorithm)),
                 run_ahead=lambda opened: self.run_ahead(step, opened, collector),
             )
             groups = collect_rollouts(engine, collector, until_full)
-            kept = until_full.kept_groups(groups, context.ranks)
+            kept = [replace(one, rollouts=one.graded) for one in until_full.kept_groups(groups, context.ranks)]
             self.num_draws = first + len(groups)
         else:
             draws = range(first, first + rollout.num_prompts)
             fixed = FixedDraws(self.draws(draws), run_ahead=self.run_ahead(step, draws, collector))
             groups = collect_rollouts(engine, collector, fixed)
-            kept = filter_groups(groups, filters, options)
+            kept = groups_to_learn_from(groups, algorithm)
             self.num_draws = draws.stop
         check_not_all_failed(groups, f"step {step}")
         if context.conversations is not None:
@@ -217,9 +217,8 @@ class StepSampler:
                 num_accepted += sum(len(prefix.sampled) for prefix in collector.prefixes.values())
                 found = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
                 self.earlier |= {self._key(r): whole_prefix(r) for group in found for r in group.rollouts}
-            algorithm = recipe.algorithm
             groups = groups + found
-            kept = kept + filter_groups(found, algorithm.filters, algorithm.filter_options)
+            kept = kept + groups_to_learn_from(found, recipe.algorithm)
             if not rollout.dynamic_sampling or len(kept) >= num_wanted or new.stop == end:
                 break
             collector = replace(collector)
