@@ -72,7 +72,7 @@ def tokenise(
         texts = [prompt.text for prompt in chunk]
         for prompt in chunk:
             if SURROGATE.search(prompt.text):
-                found = f"half of a surrogate pair, which is no character: {prompt.text[-80:]!r}"
+                found = "half of a surrogate pair, which is no character: look at its row and the templates"
                 raise ValueError(f"the text of the prompt {prompt.prompt_id!r} has {found}")
         with Caught() as caught:
             encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
