@@ -6,6 +6,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
         place = values
         for section in sections:
             place = place.setdefault(section, {})
-        place[last] = value
+        place[last] = deepcopy(value)  # a later key may change it
     return Recipe.model_validate(values)
 
 
