@@ -1,7 +1,6 @@
 """Checks of a recipe before any weight is loaded: names, signatures, options of tasks and losses, local paths."""
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Any
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import AlgorithmSection, EnvironmentSection, Recipe
 from srtrl.resolve import (
-    PARTS,
     Caught,
     check_call,
     declared,
     describe_error,
     describe_value,
-    import_user_defined,
     resolve_part,
 )
 
@@ -27,31 +24,8 @@ OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
 def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
     """The recipe of `source`, with every name and local path in it checked; see `check_recipe`."""
     recipe = build_recipe(source)
-    if source.is_foreign:
-        _import_names(recipe, source)
     check_recipe(recipe, source, warm_start=warm_start)
     return recipe
-
-
-def _import_names(recipe: Recipe, source: RecipeSource) -> None:
-    """Import the user-defined modules that a foreign recipe names, and print which; not from the current folder."""
-    from srtrl.run.folder import flatten
-
-    values = dict(flatten(recipe.model_dump()))
-    keys = ("task.name", "rollout.drafter", "rollout.environment.name", "rollout.environment.format", *PARTS)
-    names = [
-        *((key, name) for key in keys if isinstance(name := values.get(key), str)),
-        *((f"algorithm.filters.{index}", name) for index, name in enumerate(recipe.algorithm.filters)),
-        *((f"rewards.{index}.name", reward.name) for index, reward in enumerate(recipe.rewards)),
-    ]
-    for key, name in names:
-        module = name.partition(":")[0]
-        if module != name and module not in sys.modules:
-            print(f"{source.path} imports {module} ({key})", file=sys.stderr)
-            try:
-                import_user_defined(name, from_here=False)
-            except ValueError as error:
-                raise source.located(RecipeError(Problem(key, str(error)))) from error
 
 
 def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:

@@ -136,7 +136,6 @@ def generate(
     raw: bool = False,
     ids: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    import_from_here: bool = True,
 ) -> list[list[Generated]]:
     """Complete prompts; on a CPU the same seed gives the same completions.
 
@@ -150,8 +149,6 @@ def generate(
             policy reads what it was trained on. (A task of your own: as they are.)
         ids: A name for each prompt; by default its index.
         overrides: As on the command line: `["rollout.max_new_tokens=64", "eval.temperature=0", "device=cuda"]`.
-        import_from_here: Whether a name in the run's recipe may be a module of the current folder; of a run that was
-            trained from there it always may.
 
     Returns:
         For each prompt its completions.
@@ -160,7 +157,6 @@ def generate(
         ValueError: the model cannot be loaded, an override is incorrect, or a prompt is empty or too long.
     """
     from srtrl.evaluation.policy import run_evals
-    from srtrl.run.folder import is_made_here
     from srtrl.run.progress import reporting_compilation
 
     refuse_ranks("srtrl generate")
@@ -179,7 +175,6 @@ def generate(
     source, run_task = _source(model_or_run)
     if run_task is not None and ":" not in run_task["name"] and not raw:
         task["task"] = run_task
-    source.is_foreign = run_task is not None and not (import_from_here or is_made_here(source.path.parent))
     source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
     source.put(("eval", "num_samples"), num_samples, "num_samples")
     if len(prompts) * num_samples == 1 and run_task is None and not any("rollout." in value for value in overrides):
@@ -269,13 +264,6 @@ def command(
     raw: Annotated[
         bool, typer.Option("--raw", help="Of a run: take texts as they are, without its task's templates.")
     ] = False,
-    import_from_here: Annotated[
-        bool,
-        typer.Option(
-            "--import-from-here",
-            help="Of a run from elsewhere: import what its recipe names from the current folder too.",
-        ),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Complete prompts.
@@ -295,7 +283,6 @@ def command(
         chat=chat,
         raw=raw,
         overrides=overrides or (),
-        import_from_here=import_from_here,
     )
     for (prompt_id, given), group in zip(rows, completions, strict=True):
         if not as_json:

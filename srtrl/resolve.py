@@ -187,13 +187,8 @@ def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f", did you mean `{near[0]}`?" if near else ""
 
 
-def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
-    """Import the module of `package.module:attribute`.
-
-    Args:
-        name: As a recipe has it.
-        from_here: Whether to look in the current folder too, after installed packages; if not, it is taken out of
-            `sys.path`.
+def _import_user_defined(name: str) -> ModuleType:
+    """Import the module of `package.module:attribute`, from the current folder too, after installed packages.
 
     Raises:
         ValueError: it is no such name, or the module cannot be imported.
@@ -203,22 +198,14 @@ def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
         raise ValueError(f"`{name}` is not a name of the form package.module:attribute")
     if module_name in sys.modules:
         return sys.modules[module_name]
-    folder, before = str(Path.cwd()), list(sys.path)
-    if not from_here:
-        sys.path[:] = [entry for entry in before if entry not in (folder, "")]
-    elif folder not in before and "" not in before:
+    if (folder := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(folder)
     importlib.invalidate_caches()
     with Caught() as caught:
         importlib.import_module(module_name)
-    if not from_here:
-        sys.path[:] = before
     if caught.error is not None:
-        reason = f"{describe_error(caught.error)}; looked in {f'{folder} and ' if from_here else ''}sys.path"
-        top, here = module_name.partition(".")[0], {path.name.partition(".")[0] for path in Path.cwd().iterdir()}
-        if not from_here and top in here:
-            reason = f"it is only imported from the current folder, {folder}, with --import-from-here"
-        if top == FROM_PYTHON:
+        reason = f"{describe_error(caught.error)}; looked in {folder} and sys.path"
+        if module_name.partition(".")[0] == FROM_PYTHON:
             reason = "it was given to srtrl.train: continue from Python, or write it into a file and begin a new run"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
     return sys.modules[module_name]
@@ -226,7 +213,7 @@ def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
 
 def _resolve_user_defined(name: str) -> Callable[..., Any]:
     """The callable `package.module:attribute`."""
-    module, (module_name, _, attribute) = import_user_defined(name, from_here=True), name.partition(":")
+    module, (module_name, _, attribute) = _import_user_defined(name), name.partition(":")
     value: Callable[..., Any] | None = None
     with Caught() as caught:  # a module may have a `__getattr__`
         value = getattr(module, attribute, None)

@@ -132,34 +132,6 @@ def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeyp
     assert run_warm_start.call_args.args[0].warm_start is not None
 
 
-def test_eval_of_a_run_imports_nothing_from_the_current_folder_unasked(
-    recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, name = recipe_file.parent, "reward_of_somebody_else"
-    make_checkpoint(policy, folder, 10)
-    recipe_file.write_text(recipe_text(f"rewards: [{{name: '{name}:reward'}}]\n", path=policy))
-    here, elsewhere = folder / "here", folder / "elsewhere"
-    for place in (here, elsewhere):
-        place.mkdir()
-    (here / f"{name}.py").write_text("def reward(sample): return 1.0\n")
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "path", ["", str(here), *sys.path])
-    said = f"{recipe_file} imports {name} (rewards.0.name)\n"
-    refused = run("eval", folder)
-    assert refused.exit_code == 2
-    assert refused.stderr.startswith(f"{said}error: {recipe_file}:")
-    assert f"cannot import {name}: it is only imported from the current folder, {here}, with --impo" in refused.stderr
-    assert name not in sys.modules
-    monkeypatch.setattr("srtrl.evaluation.run.run_evals", Mock(side_effect=KeyboardInterrupt))
-    assert run("eval", folder, "rewards=[{name: correct}]").stderr == "interrupted\n"
-    assert run("eval", folder, "--import-from-here").stderr == "interrupted\n"
-    assert sys.modules.pop(name).__file__ == str(here / f"{name}.py")
-    (here / f"{name}.py").rename(elsewhere / f"{name}.py")
-    monkeypatch.setattr(sys, "path", [str(elsewhere), *sys.path])  # `syspath_prepend` would not undo the first change
-    assert run("eval", folder).stderr == f"{said}interrupted\n"
-    assert sys.modules.pop(name).__file__ == str(elsewhere / f"{name}.py")
-
-
 def test_a_run_that_was_trained_here_imports_what_train_did_and_a_copy_does_not(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

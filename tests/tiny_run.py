@@ -182,6 +182,4 @@ def assert_same_run(folder: Path, expected: Path, *, beside: tuple[str, ...] = (
     assert [file.name for file in files] == sorted(file.name for file in (folder / "rollouts").iterdir())
     for file in files:
         assert pq.read_table(folder / "rollouts" / file.name).equals(pq.read_table(file)), file.name
-    assert sorted(path.name for path in folder.rglob(".*")) == [".lock", ".made_in"], (
-        "files of a killed run are left over"
-    )
+    assert sorted(path.name for path in folder.rglob(".*")) == [".lock"], "files of a killed run are left over"

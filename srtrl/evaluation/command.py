@@ -32,13 +32,6 @@ def command(
     check_grader: Annotated[
         bool, typer.Option("--check-grader", help="Grade the reference solutions, not a model.")
     ] = False,
-    import_from_here: Annotated[
-        bool,
-        typer.Option(
-            "--import-from-here",
-            help="Of a run from elsewhere: import what its recipe names from the current folder too.",
-        ),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a policy on held-out problems.
@@ -66,9 +59,7 @@ def command(
     check_output("--output", output, None, force=force)
     with open_ranks() as ranks:
         opened = None if suite is None else open_suite(suite, only=only, data_dir=data_dir)
-        model, recipes = run.find_recipes(
-            model_or_run, changes, recipe=recipe, task=task, suite=opened, step=step, from_here=import_from_here
-        )
+        model, recipes = run.find_recipes(model_or_run, changes, recipe=recipe, task=task, suite=opened, step=step)
         if check_grader:
             run.check_graders(recipes, as_json=as_json)
         else:

@@ -19,7 +19,6 @@ from srtrl.evaluation.suite import Suite, bare_source, suite_recipe
 from srtrl.ranks.processes import Ranks, is_main_process
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.folder import is_made_here
 from srtrl.run.metrics import describe_held_out
 from srtrl.run.progress import RunProgress, reporting_compilation
 from srtrl.tasks.base import load_task
@@ -37,7 +36,6 @@ def find_recipes(
     task: str | None = None,
     suite: Suite | None = None,
     step: int | None = None,
-    from_here: bool = True,
 ) -> tuple[str, dict[str, Recipe]]:
     """The policy, and for each benchmark of the suite, or for the task, its name and the recipe of its evaluation.
 
@@ -51,7 +49,6 @@ def find_recipes(
     source = None
     if (path := recipe or run_recipe) is not None:
         source = read_source(path)
-        source.is_foreign = recipe is None and not (from_here or is_made_here(path.parent))
         if model_or_run is not None:
             source.put(("model", "path"), model, "MODEL_OR_RUN")
     elif task is not None:

@@ -82,8 +82,6 @@ class RecipeSource:
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line`, or the override's text."""
-    is_foreign: bool = False
-    """Perhaps of another author: its imports are printed, and are not from the current folder."""
 
     def locate(self, key: str) -> str:
         """The place of a value, or of the nearest section around it that the file has."""

@@ -33,8 +33,6 @@ ROLLOUT_SUFFIX = r"\.parquet"
 OBSERVATIONS = "observations"
 """Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
 OBSERVATIONS_SUFFIX = r"(\.rank\d+)?\.jsonl"
-MADE_IN = ".made_in"
-"""File with the inodes of the run's folder and of the folder that it was started in: those of an archive differ."""
 CHECKSUM = "# SHA-256 of the lines below: "
 """First line of `recipe.yaml`."""
 
@@ -79,7 +77,6 @@ class RunFolder:
         step, num_bytes = (step_of(self.checkpoint), num_log_bytes(self.checkpoint)) if self.checkpoint else (-1, 0)
         self.log.truncate(num_bytes)
         write_atomic(self.path / "recipe.yaml", _with_checksum(dump_recipe(recipe)))
-        write_atomic(self.path / MADE_IN, _inodes(self.path))
         self.has_begun = True
         files = chain.from_iterable(map(Path.iterdir, (self.path, self.checkpoints, rollouts)))
         unfinished = [path for path in files if is_temporary(path)]
@@ -87,19 +84,6 @@ class RunFolder:
         for path in (*unfinished, *(path for path in repeated if step_of(path) > step)):
             delete(path)
         sync_folder(self.path)
-
-
-def is_made_here(folder: Path) -> bool:
-    """Whether this very folder was last trained in from the current folder: its recipe may import what `train` did.
-
-    Not so for a copy, or what an archive has brought: the code beside it may be of someone else.
-    """
-    file = folder / MADE_IN
-    return file.is_file() and file.read_bytes() == _inodes(folder).encode()
-
-
-def _inodes(folder: Path) -> str:
-    return f"{folder.stat().st_ino} {Path.cwd().stat().st_ino}\n"
 
 
 def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
