@@ -131,9 +131,6 @@ def train(
     Everything is written into the folder <output_dir>/<name> (runs/<name> by default). With --resume, RECIPE may be
     that folder: its own recipe.yaml is used, and SECTION.KEY=VALUE holds from there on (train.learning_rate=5e-7).
     """
-    # Before torch is imported. Less memory is lost to fragmentation on CUDA.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     is_run = resume and recipe.is_dir()
     source = read_source(recipe / "recipe.yaml" if is_run else recipe, overrides or ())
     if is_run:

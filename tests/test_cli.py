@@ -1,6 +1,7 @@
 """The command line: what reaches the functions behind it, what it prints, and how it fails."""
 
 import errno
+import importlib
 import os
 import re
 import shlex
@@ -16,9 +17,10 @@ from unittest.mock import Mock
 import pytest
 from bench_cases import run
 from recipe_cases import recipe_text
-from tiny_run import make_checkpoint, make_recipe, open_run
+from tiny_run import make_checkpoint
 from typer.testing import CliRunner
 
+import srtrl
 from srtrl import __version__
 from srtrl.checks import check_recipe
 from srtrl.cli import app
@@ -88,13 +90,13 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     assert result.stdout.endswith(resume if interrupted else f"its report: file://{folder}/report.html\n")
 
 
-def test_train_configures_torchs_allocator_unless_the_user_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_allocator_is_configured_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """That torch is not imported before it: test_imports.py."""
     given: dict[str, str]
     for given in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}):
         environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")} | given
         monkeypatch.setattr(os, "environ", environment)
-        run("train", tmp_path / "absent.yaml")
+        importlib.reload(srtrl)
         expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
 
@@ -130,24 +132,6 @@ def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeyp
         result = run("warm-start", recipe_file, "model.path=./made", f"warm_start={{output: made{more}}}")
         assert (result.exit_code, message in result.stderr) == (2 if message else 0, True), result.output
     assert run_warm_start.call_args.args[0].warm_start is not None
-
-
-def test_a_run_that_was_trained_here_imports_what_train_did_and_a_copy_does_not(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    Path("my_drafters.py").write_text("class Mine: ...\n")
-    with open_run(make_recipe(policy, tmp_path, rollout__drafter="my_drafters:Mine")) as made:
-        make_checkpoint(policy, made.path, 1)
-    shutil.copytree("run", "copy")
-    messages = {"copy": "it is only imported from the current folder", "run": "`my_drafters:Mine` is no drafter"}
-    for command in (["eval"], ["generate", "--prompt", "1+1="]):
-        for folder, message in messages.items():
-            result = run(command[0], tmp_path / folder, *command[1:])
-            assert (result.exit_code, message in result.stderr) == (2, True), result.output
-            assert ("my_drafters" in sys.modules) == (folder == "run")
-        del sys.modules["my_drafters"]
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:

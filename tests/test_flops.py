@@ -51,7 +51,7 @@ def test_flops_of_an_update_are_those_of_its_epochs() -> None:
 
 
 def test_speeds_are_logged_where_there_was_an_update() -> None:
-    seconds, row = {"rollout": 2.0, "update": 4.0}, {"tokens/response": 10.0}
+    seconds, row = {"rollout": 2.0, "update": 4.0}, {"engine/tokens": 10.0}
     assert time_metrics(seconds, row, 2e12).keys() == {
         f"time/{name}" for name in (*seconds, "step", "tokens_per_second")
     }

@@ -232,6 +232,8 @@ class Counting:
     """A collector of which only the prefixes are used."""
 
     prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
+    counters: None = None
+    earlier_rounds: None = None
 
 
 RESUMED = st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 3), st.booleans())

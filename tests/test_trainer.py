@@ -168,7 +168,6 @@ def signal_while_decoding(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return collect_rollouts(engine, collector, draws)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
-    monkeypatch.setattr("srtrl.run.interrupt.REPEAT_SECONDS", 0.01)
 
 
 def test_interrupt_finishes_the_step_and_can_be_resumed_and_a_second_one_stops_at_once(
@@ -210,13 +209,17 @@ def test_an_interrupt_after_a_step_without_a_checkpoint_waits_for_one(
     assert (result.folder / "checkpoints" / f"step_{result.num_steps:06d}").is_dir()
 
 
-@pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}])
-def test_a_signal_that_a_launcher_forwards_counts_once(
-    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
-) -> None:
+def test_a_second_signal_ends_the_run_while_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher repeats it."""
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(KeyboardInterrupt), Interrupt(lambda _: signal.raise_signal(signal.SIGINT)):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_that_a_launcher_forwards_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the first one is reported, and a moment later; a signal after that is another one."""
     said: list[str] = []
-    monkeypatch.setattr(os, "environ", launcher)
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "1"})
 
     def say(message: str) -> None:
         said.append(message)
@@ -230,7 +233,7 @@ def test_a_signal_that_a_launcher_forwards_counts_once(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     sleep.assert_called_once_with(1.0)
-    assert [("--shutdown-timeout" in message) for message in said] == [bool(launcher)]
+    assert [("--shutdown-timeout" in message) for message in said] == [True]
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,9 @@ class Engine:
         if not prompt:
             raise ValueError(f"{who}: the prompt is empty; at least one token is needed")
         prefix = () if request.prefix is None else request.prefix.token_ids.tolist()
-        unknown = [token for token in (*prompt, *prefix) if not 0 <= token < self.vocab_size]
-        if unknown:
-            raise ValueError(f"{who}: token id {unknown[0]} is not in the vocabulary of {self.vocab_size}")
+        for token in (min(prompt), max(prompt), *((min(prefix), max(prefix)) if prefix else ())):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"{who}: token id {token} is not in the vocabulary of {self.vocab_size}")
         assert sampling.max_new_tokens >= 1, sampling
         assert 0 <= sampling.temperature < float("inf"), sampling
         assert 0 <= sampling.top_k < 2**31, sampling

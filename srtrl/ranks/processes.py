@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+BUCKET_BYTES = 64 * 2**20
+"""Of the tensors that are summed in one message, about."""
 TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
 
@@ -115,14 +117,22 @@ class Ranks:
         return cast(T, shared[0])
 
     def sum(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Replace tensors, of the same shapes on all ranks, by their sums over the ranks."""
+        """Replace tensors, of the same shapes on all ranks, by their sums over the ranks, many in one message."""
         if self.count == 1:
             return
+        import torch
         import torch.distributed as dist
 
-        for tensor in tensors:
+        buckets: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        sums = accumulate(tensor.nbytes for tensor in tensors)
+        for tensor, total in zip(tensors, sums, strict=True):
+            buckets.setdefault((tensor.dtype, total // BUCKET_BYTES), []).append(tensor)
+        for bucket in buckets.values():
+            flat = torch.cat([tensor.flatten() for tensor in bucket])
             with self.waiting(what):
-                dist.all_reduce(tensor)
+                dist.all_reduce(flat)
+            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def add(self, counter: str, amount: int = 1) -> int:
         """Add to a counter that all ranks share; returns its value before that. Takes no collective."""

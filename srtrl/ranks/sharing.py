@@ -66,12 +66,12 @@ def round_robin(requests: Sequence[Request], ranks: Ranks) -> Iterator[Request]:
 class SharedCounters:
     """Counters of one rollout that all ranks share, and this rank's part in it. With one rank nothing waits."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        """All ranks begin the same rollout."""
+    def __init__(self, ranks: Ranks, earlier: "SharedCounters | None" = None) -> None:
+        """All ranks begin the same rollout; what they measured in an `earlier` one of the same step counts."""
         self.ranks = ranks if ranks.count > 1 else Ranks()  # whose counters go with the rollout
-        self.busy_seconds = 0.0
+        self.busy_seconds: float = earlier.busy_seconds if earlier else 0.0
         """In which this rank decoded samples of its step."""
-        self.num_claimed = 0
+        self.num_claimed: int = earlier.num_claimed if earlier else 0
         """Samples of other ranks that this one has taken."""
         self._scope = ranks.new_scope("rollout")
         self._values: dict[str, tuple[float, int]] = {}

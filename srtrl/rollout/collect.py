@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +45,10 @@ class Draws(ABC):
     undecided: Sequence[int] = ()
     """Open draws whose grades decide what else is decoded."""
 
+    def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
+        """See `OnEnd`."""
+        return
+
     @abstractmethod
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
@@ -74,7 +79,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     Raises:
         ValueError: A request that the engine can never serve (see `Engine.check_request`).
     """
-    counters = collector.counters
+    counters, collector.on_end = collector.counters, partial(draws.ended, collector)
     with collector.timer.stage("rollout"), counters.synchronized(), engine.rollout(collector.purpose):
         while True:
             collector.take_answers(engine)
@@ -175,13 +180,16 @@ class Collector:
     conversations: Conversations | None = None
     """The environments of samples with several turns."""
     on_progress: OnProgress = lambda *_: None
-    on_end: OnEnd = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
     ranks: Ranks = field(default_factory=Ranks)
     """All make the same collectors in the same order."""
+    earlier_rounds: SharedCounters | None = None
+    """Of the same step; what they have measured counts."""
     prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
+    on_end: OnEnd = field(default=lambda *_: None, init=False)
+    """Of the draws that are collected."""
     counters: SharedCounters = field(init=False)
     """Of this rollout; `finished` counts samples."""
     num_total: int = field(default=0, init=False)
@@ -189,7 +197,7 @@ class Collector:
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.counters = SharedCounters(self.ranks)
+        self.counters = SharedCounters(self.ranks, self.earlier_rounds)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """One request per sample, sorted by (draw, sample); the engine chooses its own admission order."""

@@ -17,7 +17,6 @@ on after the answer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,6 @@ class PartialDraws(FixedDraws):
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; ends the samples that have reached the last tick first."""
-        collector.on_end = partial(self._publish, collector)
         self._read_ticks(collector, collector.counters.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
@@ -96,8 +94,8 @@ class PartialDraws(FixedDraws):
             self.carried |= part
         return collector.take(complete, collector.ranks)
 
-    def _publish(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
-        """A sample has ended: let all ranks know its tick."""
+    def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
+        """See `Draws`: lets all ranks know the sample's tick."""
         key = data_order(completion.request)
         self._completions[key] = completion, conversation.answers if conversation else {}
         number = collector.counters.add("ended")

@@ -62,16 +62,18 @@ class Interrupt:
             return
         if self.requested:
             raise KeyboardInterrupt(f"second {name}")
-        self.requested = self._ignores_repeats = True
+        self.requested = True
         message = f"{name}: finishing this step, then writing a checkpoint; a second signal stops the run at once"
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if has_launcher := "TORCHELASTIC_RUN_ID" in os.environ:
             message += (
                 ". If torchrun got the signal, it kills all ranks after 30 seconds; a longer --shutdown-timeout (or "
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT) leaves time for the checkpoint"
             )
+        self._ignores_repeats = has_launcher
         self._say(message)
-        time.sleep(REPEAT_SECONDS)  # no clock could tell: during a long computation a signal is handled late
-        self._ignores_repeats = False
+        if has_launcher:  # it repeats signals; no clock could tell: in a long computation a signal is handled late
+            time.sleep(REPEAT_SECONDS)
+            self._ignores_repeats = False
 
 
 def how_to_resume(checkpoints: Path) -> str:

@@ -163,7 +163,7 @@ def time_metrics(
     """
     timed = {f"time/{stage}": value for stage, value in seconds.items()}
     timed["time/step"] = sum(seconds.values()) + metrics.get("time/eval", 0.0)
-    timed["time/tokens_per_second"] = metrics["tokens/response"] / seconds["rollout"]
+    timed["time/tokens_per_second"] = metrics["engine/tokens"] / seconds["rollout"]
     if "tokens/update" in metrics:
         timed["time/update_tokens_per_second"] = metrics["tokens/update"] / seconds["update"]
         timed["time/update_tflops"] = num_update_flops / seconds["update"] / 1e12

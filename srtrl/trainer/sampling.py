@@ -221,7 +221,7 @@ class StepSampler:
             kept = kept + groups_to_learn_from(found, recipe.algorithm)
             if not rollout.dynamic_sampling or len(kept) >= num_wanted or new.stop == end:
                 break
-            collector = replace(collector)
+            collector = replace(collector, earlier_rounds=collector.counters)
         groups, kept = (sorted(some, key=lambda group: group.draw_index) for some in (groups, kept))
         metrics = {"off_policy/accepted_share": num_accepted / max(1, num_offered)}
         if is_partial:
