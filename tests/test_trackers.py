@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -66,13 +65,11 @@ def test_wandb_has_its_own_variables(
 ) -> None:
     monkeypatch.setenv("WANDB_NAME", "first")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb files"))
-    accelerator: Any = SimpleNamespace(
-        trackers=[], init_trackers=lambda project, init_kwargs: found.update(init_kwargs)
-    )
-    found: dict[str, Any] = {}
-    start_trackers(accelerator, make_recipe(policy, tmp_path), step=3)
-    assert found["wandb"] == {"name": "first", "dir": str(tmp_path / "wandb files")}
-    assert found["tensorboard"] == {"purge_step": 4}
+    recipe = make_recipe(policy, tmp_path, log__trackers=["wandb", "tensorboard"])
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", board := Mock())
+    start_trackers(recipe, step=3)
+    wandb.init.assert_called_once_with(project="srtrl", name="first", dir=str(tmp_path / "wandb files"))
+    assert board.call_args.kwargs == {"purge_step": 4}
 
 
 def test_a_tracker_that_cannot_start_leaves_the_old_run_as_it_was(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from textwrap import indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from srtrl.environments.base import mark_segments
 from srtrl.recipe.file import dump_recipe
@@ -17,7 +17,7 @@ from srtrl.run.place import run_path
 from srtrl.types import RolloutGroup
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
 SAMPLES_EVERY = 10
 """Steps between two tables of samples; there is one after step 1, too."""
@@ -43,36 +43,51 @@ def check_trackers(log: LogSection) -> None:
         )
 
 
-def start_trackers(accelerator: Accelerator, recipe: Recipe, *, step: int) -> None:
-    """Start the trackers of a run that has done `step` steps, and give them the recipe.
+def start_trackers(recipe: Recipe, *, step: int) -> list[GeneralTracker]:
+    """The trackers of a run that has done `step` steps, started; they have the recipe. On the main rank.
 
     Raises:
         Exception: that of a tracker that cannot start (not logged in, no network): each library has its own.
     """
-    options = {
+    if not recipe.log.trackers:
+        return []
+    from accelerate.state import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState()  # which accelerate's trackers ask where they are
+    options: dict[str, dict[str, Any]] = {
         "wandb": {
             "name": os.environ.get("WANDB_NAME", recipe.name),
             "dir": os.environ.get("WANDB_DIR", str(run_path(recipe))),
         },
         "tensorboard": {"purge_step": step + 1},  # hides what a killed run logged after its checkpoint
     }
-    accelerator.init_trackers(recipe.log.project, init_kwargs=options)
+    trackers = []
+    for name in recipe.log.trackers:
+        tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        folder = [str(run_path(recipe) / "tensorboard")] if tracker_class.requires_logging_directory else []
+        trackers.append(tracker_class(recipe.log.project, *folder, **options.get(name, {})))
+        trackers[-1].start()
     config = {
         key: value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in flatten(recipe.model_dump())
     }
-    for tracker in accelerator.trackers:
+    for tracker in trackers:
         if tracker.name == "tensorboard":  # its `store_init_configuration` would begin a further run, without metrics
             tracker.log({"recipe": indent(dump_recipe(recipe), "    ", lambda line: True)}, step=0)
         else:
             tracker.store_init_configuration(config)
+    return trackers
 
 
 def log_samples(
-    accelerator: Accelerator, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[tuple[int, int], float]
+    trackers: Sequence[GeneralTracker],
+    step: int,
+    groups: Sequence[RolloutGroup],
+    advantages: Mapping[tuple[int, int], float],
 ) -> None:
     """Give the first sample of some prompts to trackers that show tables, after step 1 and every `SAMPLES_EVERY`."""
-    trackers = [tracker for tracker in accelerator.trackers if hasattr(tracker, "log_table")]
+    trackers = [tracker for tracker in trackers if hasattr(tracker, "log_table")]
     if not trackers or not groups or not (step == 1 or step % SAMPLES_EVERY == 0):
         return
     shown = [replace(group, rollouts=group.rollouts[:1]) for group in groups[:NUM_SAMPLES]]

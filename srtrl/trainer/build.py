@@ -34,7 +34,6 @@ from srtrl.trainer.optimizer import build_optimizer
 from srtrl.types import SamplingParams
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.model.transformer import Transformer
@@ -59,20 +58,6 @@ def choose_device(recipe: Recipe) -> torch.device:
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
     return torch.device(recipe.device)
-
-
-def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
-    """Accelerate's trackers, which write into `folder`. Its other parts are not used: the update is plain torch."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import ProjectConfiguration
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process
-    return Accelerator(
-        cpu=choose_device(recipe).type == "cpu",
-        log_with=list(recipe.log.trackers) or None,
-        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
-    )
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

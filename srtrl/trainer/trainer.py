@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from srtrl.metrics import MetricLog, StageTimer
@@ -52,7 +54,7 @@ from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
 from srtrl.trainer.update import update_policy, with_logprobs
 
 if TYPE_CHECKING:
-    import torch
+    from accelerate.tracking import GeneralTracker
 
 
 class TrainingStoppedError(RuntimeError):
@@ -145,8 +147,9 @@ class Trainer:
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the current step."""
         self.changes, self.checkpoint = ranks.on_main(self._check_start, "checks of rank 0")
-        self.accelerator = build.build_accelerator(recipe, run_path(recipe))
-        set_cpu_threads(recipe.num_threads)  # after accelerate, which divides the cores among several ranks
+        self.trackers: list[GeneralTracker] = []
+        """Of the main rank."""
+        set_cpu_threads(recipe.num_threads)
         seed_generators(recipe.seed, 0)
         with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
             self._load_task()
@@ -247,7 +250,7 @@ class Trainer:
         run = stack.enter_context(open_run_folder(self.recipe, **self.flags))
         if run.checkpoint != self.checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        start_trackers(self.accelerator, self.recipe, step=self.step)
+        self.trackers = start_trackers(self.recipe, step=self.step)
         run.begin(self.recipe)
         with (run.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{describe_machine(self.policy.device)}\n")
@@ -271,7 +274,7 @@ class Trainer:
 
     def __exit__(self, *exception: object) -> None:
         with self._stack:
-            for tracker in self.accelerator.trackers:  # `end_training` would also disconnect the ranks
+            for tracker in self.trackers:
                 tracker.finish()
 
     def state(self) -> TrainerState:
@@ -400,7 +403,7 @@ class Trainer:
         self._say_slow_rewards(row)
         if self.ranks.is_main:
             self.on_step(self.step, row)
-            log_samples(self.accelerator, self.step, rollouts.groups, credit.advantages)
+            log_samples(self.trackers, self.step, rollouts.groups, credit.advantages)
 
     def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
         """Once: a notice where rewards that are called for one sample after the other take most of a step."""
@@ -460,7 +463,8 @@ class Trainer:
     def _write_row(self, metrics: Mapping[str, float]) -> None:
         if self.ranks.is_main:
             self.run.log.write(self.step, metrics)
-            self.accelerator.log(dict(metrics), step=self.step)
+            for tracker in self.trackers:
+                tracker.log(dict(metrics), step=self.step)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -475,6 +479,7 @@ def seed_generators(seed: int, step: int) -> None:
 
     srtrl draws nothing from them; rewards and losses of a user may.
     """
-    from accelerate.utils import set_seed
-
-    set_seed(int(np.random.SeedSequence((seed, step)).generate_state(1)[0]))
+    state = int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
+    random.seed(state)
+    np.random.seed(state)
+    torch.manual_seed(state)
