@@ -15,7 +15,9 @@ from tiny_run import make_recipe
 
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
+from srtrl.recipe.fields import fields_of
 from srtrl.recipe.file import build_recipe, read_source
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.trainer import run_training
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -164,6 +166,8 @@ def problems_of(page: Path) -> Iterator[str]:
         if mark and destination.suffix == ".md" and anchor not in anchors(destination):
             yield f"no heading: {target}"
         name = CODE_NAME.fullmatch(text)
+        if re.fullmatch(r"\w+\.py", text) and text != destination.name:
+            yield f"{text} is the text of a link to {target}"
         if name is None or path.suffix != ".py" or name[1].endswith(".py"):
             continue
         source = path.read_text(encoding="utf-8")
@@ -175,6 +179,26 @@ def problems_of(page: Path) -> Iterator[str]:
 def test_links_lead_to_files_headings_and_names_and_no_merge_is_unfinished() -> None:
     problems = {str(page.relative_to(REPOSITORY)): list(problems_of(page)) for page in PAGES}
     assert {page: found for page, found in problems.items() if found} == {}
+
+
+def test_options_in_the_prose_of_all_pages_exist() -> None:
+    fields = fields_of(Recipe)
+    sections = "|".join({key.partition(".")[0] for key in fields if "." in key})
+    free = re.compile(
+        r"(?:task|rollout\.environment|rewards\.N)\.options|rollout\.drafter_options|algorithm\.\w+_options"
+    )
+    unknown = []
+    for page in PAGES:
+        if page.name in ("CHANGELOG.md", "LOG.md", "from_trl.md"):  # they name options of the past, and of others
+            continue
+        text = FENCED.sub("", page.read_text(encoding="utf-8"))
+        for name in re.findall(rf"`((?:{sections})\.[a-z_0-9.]*[a-z_0-9])[`=: ]", text):
+            key = re.sub(r"\.\d+(?=\.|$)", ".N", name)
+            if name.endswith(("_rat", ".json", ".safetensors")):  # an example of a mistake, and files
+                continue
+            if not (any(one == key or one.startswith(f"{key}.") for one in fields) or free.match(key)):
+                unknown.append(f"{page.name}: {name}")
+    assert unknown == []
 
 
 def test_recipe_page_is_what_show_config_prints() -> None:
