@@ -153,6 +153,8 @@ class Unusable(EnvironmentBase):
             "type": {"observation": 3},
             "texts": {"observation": ["a", None]},
             "outcomes": {"observation": "a", "outcomes": "ok"},
+            "generator": {"observation": (text for text in "ab")},
+            "set": {"observation": "a", "outcomes": {"ok"}},
             "reason": {"is_done": True, "stop_reason": None},
             "done": {"is_done": np.True_, "reward": np.float32(1), "metrics": {"a": np.int64(2)}},
             "silent": {},

@@ -220,6 +220,8 @@ TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
     (Unusable, "type", {}, r"error: TypeError: "),
     (Unusable, "texts", {}, r"error: TypeError: Step: observation must be text, found \['a', None\]"),
     (Unusable, "outcomes", {}, r"error: TypeError: Step: outcomes must be text, found 'ok'"),
+    (Unusable, "generator", {}, r"error: TypeError: Step: observation must be text, found <generator object"),
+    (Unusable, "set", {}, r"error: TypeError: Step: outcomes must be text, found \{'ok'\}"),
     (Unusable, "reason", {}, r"error: TypeError: Step: stop_reason must be text, found None"),
     (Unusable, "exit", {}, r"error: SystemExit: 0"),
     (Unusable, "what", {}, r"error: KeyError: 'what'"),

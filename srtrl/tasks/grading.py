@@ -109,8 +109,8 @@ class Grader:
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
-            names = [reward.name for reward in self._awaited]
-            self._loop = self._stack.enter_context(event_loop(f"reward `{'`, `'.join(names)}`"))
+            self._names = [f"reward `{reward.name}`" for reward in self._awaited]
+            self._loop = self._stack.enter_context(event_loop(", ".join(self._names)))
             self._limit = asyncio.Semaphore(MAX_AWAITED)
             self._running: object = None
             self._sign_of_life: Future[Any] = _done(Graded(correct=None))
@@ -194,7 +194,7 @@ class Grader:
         if self._sign_of_life.done():
             self._sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         elif now > self._since + self._seconds + GRACE_SECONDS:
-            name = task.get_name() if task else "a coroutine"
+            name = task.get_name() if task and task.get_name() in self._names else " or ".join(self._names)
             problem = f"has blocked the event loop for {now - self._since:.0f} seconds; {ADVICE}, or mark a plain"
             raise ValueError(f"rewards: {name} {problem} function @isolated (docs/extending.md#a-reward)")
 
@@ -227,7 +227,7 @@ class Grader:
         while is_waiting:
             if self._awaited:
                 self._check_loop()
-            is_done = wait(pending, timeout or 1.0, return_when=FIRST_COMPLETED).done
+            is_done = wait(pending, 1.0 if timeout is None else timeout, return_when=FIRST_COMPLETED).done
             is_waiting = not is_done and timeout is None
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
@@ -257,8 +257,7 @@ class Grader:
         return grades
 
     def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
-        while not ticket.verdict.done():
-            self.wait_any([ticket])
+        self.wait_any([ticket])
         return ticket.verdict.result()
 
     def collect_on_ranks(
