@@ -140,6 +140,8 @@ class AsyncEcho(EnvironmentBase):
         await asyncio.sleep(0.01)
         if turn.text.startswith("raise"):
             raise RuntimeError(turn.text)
+        if turn.text == "interrupt":
+            raise KeyboardInterrupt
         return Step(observation=turn.text)
 
 
@@ -159,8 +161,8 @@ class Unusable(EnvironmentBase):
             "done": {"is_done": np.True_, "reward": np.float32(1), "metrics": {"a": np.int64(2)}},
             "silent": {},
         }
-        if turn.text == "exit":
-            raise SystemExit(0)
+        if turn.text in ("exit", "interrupt"):
+            raise SystemExit(0) if turn.text == "exit" else KeyboardInterrupt
         return "no step" if turn.text == "text" else Step(**mistakes[turn.text])  # type: ignore[return-value]
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import Task
-from srtrl.tasks.event_loop import ADVICE, event_loop, warn_once
+from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread, warn_once
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
@@ -201,14 +201,15 @@ class Grader:
     @contextmanager
     def _warning_if_late(self, what: str) -> Iterator[None]:
         """Log a line where the `with` block takes long: the training process waits for it without a limit."""
-        text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang"
-        timer = threading.Timer(self._seconds, warn_once, [f"{text} should be @isolated (docs/extending.md#a-reward)"])
-        timer.daemon = True
-        timer.start()
+        text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang should"
+        is_over = threading.Event()
+        start_thread(
+            lambda: is_over.wait(self._seconds) or warn_once(f"{text} be @isolated (docs/extending.md#a-reward)")
+        )
         try:
             yield
         finally:
-            timer.cancel()
+            is_over.set()
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would return this grade without waiting."""
