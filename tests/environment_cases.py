@@ -140,6 +140,8 @@ class AsyncEcho(EnvironmentBase):
         await asyncio.sleep(0.01)
         if turn.text.startswith("raise"):
             raise RuntimeError(turn.text)
+        if turn.text == "interrupt":
+            raise KeyboardInterrupt
         return Step(observation=turn.text)
 
 
@@ -153,12 +155,14 @@ class Unusable(EnvironmentBase):
             "type": {"observation": 3},
             "texts": {"observation": ["a", None]},
             "outcomes": {"observation": "a", "outcomes": "ok"},
+            "generator": {"observation": (text for text in "ab")},
+            "set": {"observation": "a", "outcomes": {"ok"}},
             "reason": {"is_done": True, "stop_reason": None},
             "done": {"is_done": np.True_, "reward": np.float32(1), "metrics": {"a": np.int64(2)}},
             "silent": {},
         }
-        if turn.text == "exit":
-            raise SystemExit(0)
+        if turn.text in ("exit", "interrupt"):
+            raise SystemExit(0) if turn.text == "exit" else KeyboardInterrupt
         return "no step" if turn.text == "text" else Step(**mistakes[turn.text])  # type: ignore[return-value]
 
     def close(self) -> None:

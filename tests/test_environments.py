@@ -114,6 +114,8 @@ def test_start_must_return_messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (AsyncEcho, "abc", None),
         (Unusable, "text", r"TypeError: `step` of the environment .* must return a Step, found 'no step'"),
         (Unusable, "what", r"KeyError: 'what'"),
+        (Unusable, "interrupt", r"KeyboardInterrupt"),
+        (AsyncEcho, "interrupt", r"KeyboardInterrupt"),
         (BrokenAtStart, "a", "RuntimeError: no such game"),
     ],
 )
@@ -220,8 +222,12 @@ TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
     (Unusable, "type", {}, r"error: TypeError: "),
     (Unusable, "texts", {}, r"error: TypeError: Step: observation must be text, found \['a', None\]"),
     (Unusable, "outcomes", {}, r"error: TypeError: Step: outcomes must be text, found 'ok'"),
+    (Unusable, "generator", {}, r"error: TypeError: Step: observation must be text, found <generator object"),
+    (Unusable, "set", {}, r"error: TypeError: Step: outcomes must be text, found \{'ok'\}"),
     (Unusable, "reason", {}, r"error: TypeError: Step: stop_reason must be text, found None"),
     (Unusable, "exit", {}, r"error: SystemExit: 0"),
+    (Unusable, "interrupt", {}, r"error: KeyboardInterrupt"),
+    (AsyncEcho, "interrupt", {}, r"error: KeyboardInterrupt"),
     (Unusable, "what", {}, r"error: KeyError: 'what'"),
     (BrokenAtStart, "a", {}, r"error: RuntimeError: no such game"),
 ]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -127,7 +128,7 @@ class Conversations:
             self._loop = stack.enter_context(event_loop(f"environment {name}"))
             self._shared = self._call(f"`open` of {name}", lambda: stack.enter_context(environment.open(options)))
             limit = self._call(f"`max_parallel` of {name}", lambda: environment.max_parallel(options))
-            if limit is not None and not (isinstance(limit, int) and limit >= 1):
+            if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
                 message = "must return an integer from 1 on, or None; it returned"
                 raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
             for _ in range(NUM_THREADS if limit is None else min(NUM_THREADS, limit)):
