@@ -40,8 +40,8 @@ def render_choices(problem: str, choices: Any, name: str) -> str:
     for choice in choices:
         if not isinstance(choice, str | int | float) or isinstance(choice, bool):
             raise RowError(f"field `{name}` must hold texts or numbers, it holds {choice!r:.80}")
-    lines = [f"{letter}. {str(choice).strip()}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
-    return "\n".join([problem.strip(), *lines])
+    lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
+    return "\n".join([problem, *lines])
 
 
 def choice_letter(answer: str, num_choices: int, name: str) -> str:

@@ -81,7 +81,7 @@ class MathOptions(RowOptions):
             if boxed is None:
                 raise RowError(f"no answer: `{self.answer_field}` has no complete \\boxed{{...}}")
             answer = boxed
-        return text.strip(), answer.strip()
+        return text, answer.strip()
 
     def solution_of(self, prompt: Prompt) -> str:
         """The worked solution in a problem's row; ValueError if it has none."""
