@@ -24,6 +24,7 @@ from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import TaskBase
 from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread, warn_once
+from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
@@ -151,7 +152,7 @@ class Grader:
         )
         if self._verifier is not None and not self._verifier_isolated:
             with self._warning_if_late("the task's verifier"), Caught() as caught:
-                sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
+                sample = replace(sample, correct=bool(self._verifier(as_judged(prompt, text), prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=_done(failure))
