@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import math
 import queue
 import time
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_THREADS = 128
@@ -108,7 +106,7 @@ class Conversations:
         self.section = section
         self.tokenizer = tokenizer
         self.environment_class, self.options = resolve_environment(section)
-        self._seconds = float(self.environment_class.timeout_seconds)
+        self._seconds = self._patience = float(self.environment_class.timeout_seconds)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
         self._samples: dict[tuple[str, int, int], _Sample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
@@ -141,14 +139,14 @@ class Conversations:
         self.clear()
         self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
 
-    def _call(self, what: str, function: Callable[[], T]) -> T:
+    def _call(self, what: str, function: Callable[[], T], seconds: float | None = None) -> T:
         """What a function of the user's class returns; it runs in a thread, which is left behind where it hangs.
 
         Raises:
             ValueError: it raises, or takes longer than the class's `timeout_seconds`; the message begins with `what`.
         """
         result: Future[T] = DaemonThreads().submit(lambda: self._result_of(function()))
-        wait([result], self._seconds)
+        wait([result], self._seconds if seconds is None else seconds)
         late = TimeoutError(f"no answer within the class's timeout_seconds ({self._seconds:g}); {ADVICE}")
         error = result.exception() if result.done() else late
         if error is None:
@@ -160,9 +158,11 @@ class Conversations:
     def _call_last(self, what: str, function: Callable[[], None]) -> None:
         """As `_call`, with a warning in place of an error."""
         with Caught() as caught:
-            self._call(what, function)
+            self._call(what, function, self._patience)
         if caught.error is not None:
-            logger.warning("%s", caught.error)
+            warn_once(str(caught.error))
+            if isinstance(caught.error.__cause__, TimeoutError):
+                self._patience = 0.0  # the first one that hangs is the last that is waited for
 
     @property
     def num_pending(self) -> int:
