@@ -7,7 +7,7 @@ a verifier that accepts everything agrees with every solution.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rich.markup import escape
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from srtrl.recipe.schema import GradingSection
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.final_answer import BOX, after_thought, extractor
+from srtrl.tasks.final_answer import BOX, extractor
 from srtrl.tasks.grading import Grader
 from srtrl.types import Prompt
 
@@ -59,8 +59,8 @@ def check_grader(name: str, task: TaskBase, grading: GradingSection, num_problem
     prompts = (task.eval_prompts or task.train_prompts)[:num_problems]
     asked = list(_questions(task, prompts))
     with Grader(task, (), grading, max_new_tokens=1) as grader:
-        tickets = [grader.submit(prompt, after_thought(prompt, text), "stop", 1) for _, prompt, text in asked]
-        grades = grader.collect(tickets)
+        # Without the prompt's text, which may open a thought that no solution ends.
+        grades = grader.collect([grader.submit(replace(prompt, text=""), text, "stop", 1) for _, prompt, text in asked])
     extract = extractor(task.verifier)
     disagreements = []
     for (question, prompt, text), grade in zip(asked, grades, strict=True):

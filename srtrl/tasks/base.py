@@ -30,7 +30,7 @@ class Verifier(Protocol):
     """
 
     def __call__(self, text: str, answer: str, /) -> bool:
-        """Whether `text` gives the reference `answer`: a whole completion, after `<think>` if its prompt ends so."""
+        """Whether `text` gives the reference `answer`: a completion, after `<think>` if its prompt ends with that."""
 
 
 class TaskBase:

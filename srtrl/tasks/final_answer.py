@@ -16,8 +16,9 @@ GOLD_MARK = "####"
 """Begins the last line of a worked solution of GSM8K."""
 ANSWER_BEGIN, ANSWER_END = "<answer>", "</answer>"
 """Around the answer in the format of DeepSeek-R1."""
-BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<!\s)\*\*(?![\w(*])|(?<!\w)__(?=\S)([^_]+)(?<!\s)__(?!\w)")
-"""Bold text of Markdown; no power of Python's: `2**3`."""
+_STARS = r"(?<![\w)\]}{^*\\])(\*{1,3})(?=[^\s*])([^*]+)(?<!\s)\1(?![\w(*])"
+EMPHASIS = re.compile(rf"{_STARS}|(?<!\w)__(?=\S)([^_]+)(?<!\s)__(?!\w)")
+"""Bold and italic text of Markdown; no product, and no power of Python's: `2*3*4`, `2**3`, `x^*`."""
 LAST_LINE = re.compile(r"(?im)^[\W_]{0,9}(?:final\s+)?answer[ \t*_]{0,9}(?::[\s*_]{0,40}|\n\s{0,9})([^\n]+)\Z")
 """The line that states the answer at the end, or the last line under such a heading: `Answer: 5`, `## Final answer`."""
 BOX = "\\boxed{"
@@ -32,9 +33,9 @@ FORMULA = re.compile(_FORMULA, re.DOTALL)
 """A formula between its marks; of bounded length, so that many marks that none closes cost no quadratic time."""
 STATEMENT = re.compile(rf"(?:{_FORMULA})?[^\n]*?(?=[.!]\s|\n|\Z)", re.DOTALL)
 """A stated answer: to the end of the sentence, or of the line; a formula at its begin may have several."""
-_DECIMAL = r"(?:(?:\d{1,3}(?:[, \u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_DECIMAL = r"(?:(?:\d{1,3}(?:[, \u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}\b)?"
 _FRACTION = r"\\[dtc]?frac\{-?\d{1,99}\}\{\d{1,99}\}"
-NUMBER = re.compile(rf"(?:(?<![\w)}}])-)?(?:{_FRACTION}|{_DECIMAL}(?:/\d+)?(?:\s?\\?%)?)")
+NUMBER = re.compile(rf"(?:(?<![\w)}}])[-\u2212])?(?:{_FRACTION}|{_DECIMAL}(?:/\d+)?(?:\s?\\?%)?)")
 _AND = r"(?:[,;]|(?:[,;] ?)?(?:\\text\{ ?)?(?:and|or)(?: ?\})?)"
 _NAME = r"(?:[A-Za-z](?:_\{?\w\}?)?\s{0,9}=\s{0,9})?"
 JOINT = re.compile(rf"\s{{0,9}}(?:\$|\\[\])])?\s{{0,9}}{_AND}(?:\s|\\q?quad){{0,9}}(?:\$|\\[\[(])?\s{{0,9}}{_NAME}")
@@ -45,6 +46,8 @@ MAX_STATED_CHARACTERS = 200
 """A stated answer is one line, and no longer than this."""
 COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+")
 WORD = re.compile(r"[A-Za-z]{3,}")
+UNITS = re.compile(r"(?<=[\d})])(?:\s+[A-Za-z]{3,})+$")
+"""Words after a formula: `\\sqrt{2} square meters`."""
 
 
 def as_judged(prompt: Prompt, text: str) -> str:
@@ -52,13 +55,8 @@ def as_judged(prompt: Prompt, text: str) -> str:
     return f"{THOUGHT_BEGIN}\n{text}" if prompt.text.rstrip().endswith(THOUGHT_BEGIN) else text
 
 
-def after_thought(prompt: Prompt, text: str) -> str:
-    """A worked solution as a completion: after the end of the thought that its prompt began."""
-    return text if as_judged(prompt, text) == text else f"{THOUGHT_END}\n{text}"
-
-
 def without_markup(text: str, *, answer_in_thought: bool = False) -> str:
-    """A completion without its thoughts, and without Markdown's bold type and code marks.
+    """A completion without its thoughts, and without Markdown's emphasis and code marks.
 
     What follows the last `</think>` counts; nothing where a later `<think>` is not closed.
     """
@@ -67,7 +65,7 @@ def without_markup(text: str, *, answer_in_thought: bool = False) -> str:
     else:
         text = text.rpartition(THOUGHT_END)[2]
         text = "" if THOUGHT_BEGIN in text else text
-    return BOLD.sub(r"\1\2", text.replace("`", ""))
+    return EMPHASIS.sub(r"\2\3", text.replace("`", ""))
 
 
 def extract_answer(text: str, *, answer_in_thought: bool = False) -> str | None:
@@ -158,7 +156,7 @@ def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> str:
 
 def _formula(text: str) -> str | None:
     """A text that is a formula without dollar signs, or a single word; else None."""
-    text = tidy(text)
+    text = UNITS.sub("", tidy(text))
     words = WORD.findall(COMMAND.sub("", text))
     return text if not FORMULA.search(text) and (not words or words == [text]) else None
 

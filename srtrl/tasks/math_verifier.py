@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import And, FiniteSet, Union
+from sympy import And, FiniteSet, Intersection, Union
 from sympy.core.relational import Relational
 
 from srtrl.tasks.final_answer import BOX, extract_answer, tidy
@@ -81,18 +81,20 @@ def _parse_reference(answer: str) -> list[Any]:
 CHARACTERS = str.maketrans(
     {"−": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "±": r"\pm ", "π": r"\pi ", "∞": r"\infty "}  # noqa: RUF001
     | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∪": r"\cup ", "∅": r"\emptyset ", "°": r"^\circ "}  # noqa: RUF001
-    | {"⟨": r"\langle ", "⟩": r"\rangle ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "∛": "³√"}
+    | {"⟨": r"\langle ", "⟩": r"\rangle ", "〈": "(", "〉": ")", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}"}
+    | {"∛": "³√", "Ø": r"\O "}
     | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f", " ")
 )
-_CODE = r"(?:US ?\\?\$|USD|EUR|GBP|JPY|INR|CNY|Rs\.?)"
-_SIGN = r"(?:\\\$|[€£¥₹₩]|\\(?:euro|texteuro|pounds|textsterling|yen)(?![A-Za-z])(?:\{\})?)"
+_CODE = r"(?:US ?\\?\$|USD|EUR|GBP|JPY|INR|CNY|CHF|CAD|AUD|Rs\.?)"
+_SIGN = r"(?:\\\$|[€£¥₹₩₽₺₫]|\\(?:euro|texteuro|textdollar|pounds|textsterling|yen)(?![A-Za-z])(?:\{\})?)"
+_REAL = r"(?:\\in\s*\\math(?:bb|bf)\s*\{?R\}?\s*)?"
 REWRITES = (
     # Currencies; stray dollar signs too: `221,$8`.
     (rf"\\(?:text|mathrm)\s*\{{\s*(?:{_SIGN}|{_CODE})\s*\}}|{_SIGN}|\b{_CODE}\s*(?=\d)|(?<=\d) ?{_CODE}$|\$", ""),
     # Groups of digits (`1\,234`, `10 000`); no list of small numbers, and no mixed number.
     (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace(?![A-Za-z])|~| )\s*(?=\d{3}(?![\d/]))", ""),
     # Roots: `√5`, `√(1+√2)`, `³√8`.
-    (r"√\s*(\\frac\{[^{}]*\}\{[^{}]*\}|\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z])|\{[^{}]*\})", r"\\sqrt{\1}"),
+    (r"√\s*(\\frac\{[^{}]*\}\{[^{}]*\}|\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+|\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?:(?<![\w)}])\^\{3\}|³)\\sqrt", r"\\sqrt[3]"),
     # A number and words, which would be read as 5 d o l l a r s.
@@ -102,11 +104,13 @@ REWRITES = (
     (r"(?<=[A-Za-z])(?=\\(?:mathrm|text)\{[ei]\})", " "),
     (r"(?:\\(?:mathrm|text|operatorname|mathit)\s*\{|\{\\rm )\s*([ei])\s*\}", r"\1"),
     # Angle brackets, the empty set, inequalities that are joined, and sets that one inequality defines.
-    (r"(?:\\left\s*)?\\langle", "("),
-    (r"(?:\\right\s*)?\\rangle", ")"),
-    (r"\\varnothing|(?:\\left)?\\\{\s*(?:\\right)?\\\}|^(?:\\text\{)?(?:the )?empty set\}?$", r"\\emptyset"),
+    (r"^<([^<>=]+,[^<>=]+)>$", r"(\1)"),
+    (r"(?:\\(?:left|[Bb]igg?l?)\s*)?\\lang(?:le)?(?![A-Za-z])", "("),
+    (r"(?:\\(?:right|[Bb]igg?r?)\s*)?\\rang(?:le)?(?![A-Za-z])", ")"),
+    (r"\\(?:varnothing|O)(?![A-Za-z])|(?:\\left)?\\\{(?:\s|\\[,;: ]|\\q?quad)*(?:\\right)?\\\}", r"\\emptyset"),
+    (r"^(?:\\text\{)?(?:[Tt]he )?[Ee]mpty set\}?$", r"\\emptyset"),
     (r"\\(?:lor|vee)(?![A-Za-z])|(?<=\d)\s*\\cup(?=\s*[A-Za-z]\s*(?:[<>]|\\[lg]e))", r"\\text{ or }"),
-    (r"^\\\{\s*[A-Za-z]\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?R\}?\s*)?(?:\\mid|\\vert|:|\|)(.+)\\\}$", r"\1"),
+    (rf"^(?:\\left)?\\\{{\s*[A-Za-z]\s*{_REAL}(?:\\mid|\\vert|:|\|)(.+?)(?:\\right)?\\\}}$", r"\1"),
     (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
 )
 """Patterns and their replacements, in this order, for references and answers."""
@@ -117,7 +121,8 @@ READINGS = (
 r"""Further readings: `2e-1` is 0.2 or 2e - 1, and `\log` has the base 10 or e. Any two that are equal count."""
 RECURRING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 """`0.1\\overline{6}`."""
-BASE = re.compile(r"(?<![A-Za-z_\d\\.}])\(?(\d[\dA-F]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?")
+_INDEX = r"(?:(\d+)|\{\s*(\d+)\s*\}|\{\\text\s*\{\s*(\w+)\s*\}\s*\})"
+BASE = re.compile(rf"(?<![A-Za-z_\d\\.}}])\(?(\d[\dA-F.]*)\)?\s*_\s*{_INDEX}")
 """A number in a base: `1101_2`, `(1101)_{2}`."""
 
 
@@ -128,10 +133,11 @@ def _parse(answer: str) -> list[Any]:
     parsed: list[Any] = []
     for reading in dict.fromkeys((text, *(_rewritten(text, (rule,)) for rule in READINGS))):
         parsed += parse(f"{BOX}{reading}}}", (_LATEX,), parsing_timeout=None)
-    if parsed and isinstance(parsed[0], FiniteSet) and re.search(r"\bor\b", text):
+    joint = re.search(r"\b(?:or|and)\b", text)
+    if joint and parsed and isinstance(parsed[0], FiniteSet) and len(parsed[0].free_symbols) == 1:
         parts = parsed[0].args
-        if all(isinstance(part, Relational | And) and len(part.free_symbols) == 1 for part in parts):
-            parsed.append(Union(*(part.as_set() for part in parts)))
+        if all(isinstance(part, Relational | And) for part in parts):
+            parsed.append((Union if joint[0] == "or" else Intersection)(*(part.as_set() for part in parts)))
     return parsed
 
 
@@ -151,4 +157,4 @@ def _fraction(match: re.Match[str]) -> str:
 
 def _bases(answer: str) -> tuple[str, ...]:
     """The bases of the numbers in an answer that have one."""
-    return tuple(match[2] for match in BASE.finditer(answer.translate(CHARACTERS)))
+    return tuple(match[2] or match[3] or match[4] for match in BASE.finditer(answer.translate(CHARACTERS)))
