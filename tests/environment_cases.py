@@ -15,8 +15,9 @@ import numpy as np
 from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
-from srtrl.environments.conversations import Answer, Conversations
+from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
+from srtrl.environments.samples import Answer
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.types import Completion, Prompt, Request, SamplingParams

@@ -39,11 +39,12 @@ from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.conversations import Answer, Conversations
+from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
+from srtrl.environments.samples import Answer
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.rollout.partial import prefix_of

@@ -425,7 +425,7 @@ def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(
 def test_tickets_say_when_they_are_done_and_grades_keep_their_order(grader: Grader, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in ("ok", f"await:{gate}")]
-    grader.wait_any(tickets)
+    grader.wait_any(tickets[:1])
     assert [grader.is_done(ticket) for ticket in tickets] == [True, False]
     gate.touch()
     grader.wait_any(tickets)  # one more
