@@ -15,8 +15,9 @@ import numpy as np
 from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
-from srtrl.environments.conversations import Answer, Conversations
+from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
+from srtrl.environments.samples import Answer
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.types import Completion, Prompt, Request, SamplingParams
@@ -140,6 +141,8 @@ class AsyncEcho(EnvironmentBase):
         await asyncio.sleep(0.01)
         if turn.text.startswith("raise"):
             raise RuntimeError(turn.text)
+        if turn.text == "interrupt":
+            raise KeyboardInterrupt
         return Step(observation=turn.text)
 
 
@@ -153,12 +156,14 @@ class Unusable(EnvironmentBase):
             "type": {"observation": 3},
             "texts": {"observation": ["a", None]},
             "outcomes": {"observation": "a", "outcomes": "ok"},
+            "generator": {"observation": (text for text in "ab")},
+            "set": {"observation": "a", "outcomes": {"ok"}},
             "reason": {"is_done": True, "stop_reason": None},
             "done": {"is_done": np.True_, "reward": np.float32(1), "metrics": {"a": np.int64(2)}},
             "silent": {},
         }
-        if turn.text == "exit":
-            raise SystemExit(0)
+        if turn.text in ("exit", "interrupt"):
+            raise SystemExit(0) if turn.text == "exit" else KeyboardInterrupt
         return "no step" if turn.text == "text" else Step(**mistakes[turn.text])  # type: ignore[return-value]
 
     def close(self) -> None:

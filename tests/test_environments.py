@@ -39,11 +39,12 @@ from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.conversations import Answer, Conversations
+from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
+from srtrl.environments.samples import Answer
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.rollout.partial import prefix_of
@@ -114,6 +115,8 @@ def test_start_must_return_messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (AsyncEcho, "abc", None),
         (Unusable, "text", r"TypeError: `step` of the environment .* must return a Step, found 'no step'"),
         (Unusable, "what", r"KeyError: 'what'"),
+        (Unusable, "interrupt", r"KeyboardInterrupt"),
+        (AsyncEcho, "interrupt", r"KeyboardInterrupt"),
         (BrokenAtStart, "a", "RuntimeError: no such game"),
     ],
 )
@@ -134,6 +137,7 @@ def test_an_environment_is_tried_before_the_run(
 def test_an_environment_that_hangs_is_named_before_the_run(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    warn_once.cache_clear()
     monkeypatch.setattr(Stuck, "where", where)
     Stuck.is_free.clear()
     begun, is_last = time.monotonic(), where in ("close", "end")
@@ -164,13 +168,18 @@ def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
     Stuck.is_free.clear()
     with Conversations(section_of(Stuck), TOKENIZER) as conversations:
         found = ending_of(ask(conversations, completion_of(encode("go"))))
+        if where == "close":
+            begun = time.monotonic()
+            for sample in range(1, 100):
+                ask(conversations, completion_of(encode("go"), sample=sample))
+            assert time.monotonic() < begun + 100 * Stuck.timeout_seconds / 2
         Stuck.is_free.set()
     is_late = where not in ("close", "")
     assert (found.stop_reason, found.outcomes) == (("time", ("time",)) if is_late else ("done", ()))
     assert math.isnan(found.reward) if is_late else found.reward == 1.0
     text = "`step` of environment_cases:Stuck gave no answer within the class's timeout_seconds"
     assert caplog.text.count(text) == is_late
-    assert ("`close` of environment_cases:Stuck raised TimeoutError" in caplog.text) == (where == "close")
+    assert caplog.text.count("`close` of environment_cases:Stuck raised TimeoutError") == (where == "close")
 
 
 def raises(*_: object) -> None:
@@ -220,8 +229,12 @@ TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
     (Unusable, "type", {}, r"error: TypeError: "),
     (Unusable, "texts", {}, r"error: TypeError: Step: observation must be text, found \['a', None\]"),
     (Unusable, "outcomes", {}, r"error: TypeError: Step: outcomes must be text, found 'ok'"),
+    (Unusable, "generator", {}, r"error: TypeError: Step: observation must be text, found <generator object"),
+    (Unusable, "set", {}, r"error: TypeError: Step: outcomes must be text, found \{'ok'\}"),
     (Unusable, "reason", {}, r"error: TypeError: Step: stop_reason must be text, found None"),
     (Unusable, "exit", {}, r"error: SystemExit: 0"),
+    (Unusable, "interrupt", {}, r"error: KeyboardInterrupt"),
+    (AsyncEcho, "interrupt", {}, r"error: KeyboardInterrupt"),
     (Unusable, "what", {}, r"error: KeyError: 'what'"),
     (BrokenAtStart, "a", {}, r"error: RuntimeError: no such game"),
 ]

@@ -147,7 +147,7 @@ EXTRACTORS: list[tuple[Callable[[str], str | None], str, str | None]] = [
     (extract_answer, "**Answer:** yes", "yes"),
     (extract_answer, "Each pays $360 / 2 = $180 of the cost.", "180"),
     (extract_answer, "hence $a$ and then $b^2$.", "b^2"),
-    (extract_answer, "it is .5", "5"),
+    (extract_answer, "it is .5", ".5"),
     (extract_answer, "no idea", None),
     (extract_answer, "", None),
     (arithmetic.extract_integer, "3+4=7\nAnswer: 007", "7"),

@@ -116,8 +116,9 @@ def test_a_single_completion_loads_no_drafter(
     assert run_evals.call_args.args[1]["generate"].rollout.drafter == drafter
 
 
-def test_train_says_what_it_does_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srtrl.cli.build_checked", Mock(side_effect=KeyboardInterrupt))
+def test_train_says_what_it_does_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("srtrl.cli.check_recipe", Mock(side_effect=KeyboardInterrupt))
     result = CliRunner().invoke(app, ["train", "quickstart", "name=first", "train.num_steps=3"])
     assert "quickstart.yaml: 3 steps into runs/first; loading torch" in result.stdout
 

@@ -250,7 +250,7 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
         list(read_rows(RowSource(files=[str(parquet)])))
 
 
-UNITS = ["\\boxed{", "answer ", "final answer is ", "answer:\n", "1,", "{", "$", "#### "]
+UNITS = ["\\boxed{", "answer ", "final answer is ", "answer:\n", "1,", "{", "$", "$a$ and ", "**a ", "so C ", "#### "]
 
 
 @pytest.mark.timeout(30)
@@ -260,6 +260,7 @@ def test_reading_an_answer_takes_linear_time(text: str) -> None:
     num = 100_000
     crafted = "answer" + text * num + " " * num + "x"
     extract_answer(crafted)
+    extract_letter(crafted)
     assert rewards.format(sample_of(crafted)) in (0.0, 1.0)
 
 
@@ -291,6 +292,46 @@ def test_choices_stand_below_the_problem_and_the_answer_is_a_letter(tmp_path: Pa
         assert message in str(caught.value)
 
 
+ARC = [
+    {"text": ["one", "two", "three", "four"], "label": labels} for labels in (list("1234"), list("ABCD"), list("1BC4"))
+]
+LABELLED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"choices": ARC[0], "answer": "3"}, "choices.text", "C"),
+    ({"choices": ARC[0], "answer": 4}, "choices.text", "D"),
+    ({"choices": ARC[1], "answer": "C"}, "choices.text", "C"),
+    ({"choices": ARC[1], "answer": "c"}, "choices.text", "C"),
+    ({"choices": ARC[2], "answer": "B"}, "choices.text", "B"),
+    ({"choices": ARC[2], "answer": "1"}, "choices.text", "A"),
+    ({"choices": {**ARC[0], "label": [1, 2, 3, 4]}, "answer": 1}, "choices.text", "A"),
+    ({"question": {"choices": ARC[0]}, "answer": "3"}, "question.choices.text", "C"),
+    ({"choices": ARC[0]["text"], "labels": ["4", "3", "2", "1"], "answer": "4"}, "choices", "A"),
+    ({"choices": {"A": "one", "B": "two", "C": "three", "D": "four"}, "answer": "C"}, "choices", "C"),
+    ({"choices": ["A)one", "B)two", "C)three", "D)four"], "answer": "C"}, "choices", "C"),
+    ({"choices": ["(A) one", "(B) two", "(C) three", "(D) four"], "answer": 3}, "choices", "D"),
+    ({"choices": ["1) one", "2) two", "3) three", "4) four"], "answer": "4"}, "choices", "D"),
+    ({"choices": ARC[0]["text"], "label": "2", "answer": "2"}, "choices", "C"),  # no labels: the index of the answer
+    ({"choices": ARC[0], "answer": "5"}, "choices.text", None),
+    ({"choices": ARC[0], "answer": "A"}, "choices.text", None),
+    ({"choices": ARC[1], "answer": "2"}, "choices.text", None),
+    ({"choices": {**ARC[0], "label": ["1", "2", "3"]}, "answer": "3"}, "choices.text", None),
+    ({"choices": {**ARC[0], "label": ["1", "2", "2", "3"]}, "answer": "3"}, "choices.text", None),
+]
+
+
+def test_labels_of_choices_say_which_one_the_answer_is(tmp_path: Path) -> None:
+    for fields, choices_field, letter in LABELLED:
+        file = write_rows(tmp_path / "rows.jsonl", [{"problem": "Which?", **fields}])
+        if letter is None:
+            with pytest.raises(ValueError, match=r"rows\.jsonl:1: field `(answer|choices\.text)` .*label"):
+                make_task(file, choices_field=choices_field)
+        else:
+            [prompt] = make_task(file, choices_field=choices_field).train_prompts
+            assert (prompt.text, prompt.answer) == ("Which?\nA. one\nB. two\nC. three\nD. four", letter), fields
+    decimals = write_rows(tmp_path / "rows.jsonl", [{"problem": "Which?", "choices": ["1.5", "2.5"], "answer": 1}])
+    [prompt] = make_task(decimals, choices_field="choices").train_prompts
+    assert (prompt.text, prompt.answer) == ("Which?\nA. 1.5\nB. 2.5", "B")
+
+
 CHOSEN: list[tuple[str, str | None]] = [
     ("13 is prime: \\boxed{D}", "D"),
     ("\\boxed{A} no, \\boxed{D}.", "D"),
@@ -313,6 +354,109 @@ CHOSEN: list[tuple[str, str | None]] = [
     ("B and C are even\nD", "D"),
     ("D", "D"),
     ("I think that Dora is right", None),
+    ("<answer>C</answer>", "C"),
+    ("x is large.\n<answer>C</answer>", "C"),
+    ("I choose option C", "C"),
+    ("Therefore C is correct.", "C"),
+    ("Final answer: c", "C"),
+    ("<answer>\n(C)\n</answer>", "C"),
+    ("<answer>c</answer>", "C"),
+    ("<answer>**C**</answer>", "C"),
+    ("<answer>Option C</answer>", "C"),
+    ("<answer>The answer is C.</answer>", "C"),
+    ("<answer>C. twelve</answer>", "C"),
+    ("<answer>\\boxed{C}</answer>", "C"),
+    ("<think>B</think><answer>C</answer>", "C"),
+    ("<think>Answer: B</think>", None),
+    ("<think>Answer: B", None),
+    ("<answer>13</answer>", None),
+    ("option C", "C"),
+    ("Option C.", "C"),
+    ("so it is C", "C"),
+    ("So it is C.", "C"),
+    ("Therefore C is correct", "C"),
+    ("Therefore, C is correct.", "C"),
+    ("final answer: (c)", "C"),
+    ("The correct choice is (C).", "C"),
+    ("The correct answer is **C**.", "C"),
+    ("**Answer: C**", "C"),
+    ("**Answer**: C", "C"),
+    ("Answer:\n\nC", "C"),
+    ("## Answer: C", "C"),
+    ("**Final Answer**\nC", "C"),
+    ("**Final answer:** **(C)**", "C"),
+    ("\\boxed{c}", "C"),
+    ("\\boxed {C}", "C"),
+    ("#### c", "C"),
+    ("#### **C**", "C"),
+    ("Answer: c", "C"),
+    ("the answer is c.", "C"),
+    ("Thus, C.", "C"),
+    ("Hence (C)", "C"),
+    ("So the answer is C", "C"),
+    ("C is the correct answer.", "C"),
+    ("(C) is correct.", "C"),
+    ("C is right", "C"),
+    ("I would pick C", "C"),
+    ("I'll go with C.", "C"),
+    ("I select (C).", "C"),
+    ("it must be C", "C"),
+    ("It's C.", "C"),
+    ("The best answer is C", "C"),
+    ("My answer: C", "C"),
+    ("The answer is option C", "C"),
+    ("The correct option is C, because 3", "C"),
+    ("Answer: C) twelve", "C"),
+    ("Answer: C. A cat", "C"),
+    ("The answer is C. Option A is wrong.", "C"),
+    ("A is wrong and B is wrong, so C", "C"),
+    ("The answer is: $\\text{C}$", "C"),
+    ("The answer is \\textbf{(C)}", "C"),
+    ("The answer is A.", "A"),
+    ("the answer is a", "A"),
+    ("I choose A", "A"),
+    ("The answer is I", "I"),
+    ("A cat is an animal", None),
+    ("A cat is ...", None),
+    ("I think that is all", None),
+    ("I choose A cat", None),
+    ("So I am sure", None),
+    ("It is A good idea", None),
+    ("I'm sure", None),
+    ("so it is A prime number", None),
+    ("It is not C.", None),
+    ("Neither A nor C is correct.", None),
+    ("A is not correct", None),
+    ("I am not certain; A few options remain", None),
+    ("The answer is C = 5", None),
+    ("A statement is correct", None),
+    ("no idea", None),
+    ("It's a cat", None),
+    ("It is a\ndog", None),
+    ("Therefore I go", None),
+    ("I do not know", None),
+    ("this is I think the best", None),
+    ("(B)", "B"),
+    ("B)", "B"),
+    ("c.", "C"),
+    ("Therefore, the correct answer is:\n\n**C**", "C"),
+    ("So the correct choice is **C) 12**", "C"),
+    ("Choice C is correct", "C"),
+    ("Option (C) is the right answer", "C"),
+    ("Correct answer: C", "C"),
+    ("The correct letter is C", "C"),
+    ("Answer is C", "C"),
+    ("ANSWER: C", "C"),
+    ("answer C", "C"),
+    ("Ans: C", None),
+    ("We pick B at first. But then C is correct.", "C"),
+    ("If x is even, so it is C", "C"),
+    ("Option A: no. Option B: no. Option C: yes.\nAnswer: C", "C"),
+    ("Let me think. A, B, C, D are the options. The answer is D", "D"),
+    ("The answer is C, not D", "C"),
+    ("Both are wrong. I pick D, not A.", "D"),
+    ("A is incorrect. B is incorrect. C is correct. D is incorrect.", "C"),
+    ("Eliminating the others, we are left with C.", None),
     ("", None),
 ]
 

@@ -90,10 +90,28 @@ def test_mathematics_takes_messages_too(tmp_path: Path) -> None:
     row = {"problem": [SYSTEM, {"role": "user", "content": " 1+1?\n"}], "answer": "1", "choices": [1, 2]}
     template: dict[str, Any] = {"prompt_template": "{problem}\nPut the letter into \\boxed{}."}
     [prompt] = load(tmp_path, row, task=math.Task, choices_field="choices", **template).train_prompts
-    expected = "<system>Be kind.<user>1+1?\nA. 1\nB. 2\nPut the letter into \\boxed{}.<bot>"
+    expected = "<system>Be kind.<user> 1+1?\n\nA. 1\nB. 2\nPut the letter into \\boxed{}.<bot>"
     assert (prompt.text, prompt.answer) == (expected, "B")
     [prompt] = load(tmp_path, {"problem": "1+1?", "answer": "2"}, task=math.Task).train_prompts
     assert prompt.text == "1+1?", "nothing is added to a problem unless the recipe says so"
+
+
+@pytest.mark.parametrize(
+    "value", [" Hi?\n", "\t\nHi?\r\n\n ", "Hi?\u00a0", "\ufeffHi?\u2028", [USER], [SYSTEM, TURNS[0], TURNS[1], USER]]
+)
+@pytest.mark.parametrize("wrapped", [{}, WRAPPED])
+def test_math_and_prompts_give_the_same_tokens(tmp_path: Path, value: Any, wrapped: dict[str, Any]) -> None:
+    row = {"prompt": value, "answer": "1"}
+    [first] = load(tmp_path, row, **wrapped).train_prompts
+    [second] = load(tmp_path, row, task=math.Task, problem_field="prompt", **wrapped).train_prompts
+    assert (second.text, second.token_ids) == (first.text, first.token_ids)
+    assert isinstance(value, list) or value in second.text
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n\t\r\n", "\u00a0"])
+def test_a_blank_problem_is_an_error(tmp_path: Path, blank: str) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: field `problem` is empty"):
+        load(tmp_path, {"problem": blank, "answer": "1"}, task=math.Task)
 
 
 WRONG_ROWS: list[tuple[Any, str]] = [

@@ -303,7 +303,7 @@ def fails_often(sample: RewardInput, *, share: int) -> float:
     [
         {},
         PPO,
-        DAPO | {"rewards": SOME_FAIL, "algorithm__filters": ["drop_uniform"]},
+        DAPO | {"rewards": SOME_FAIL, "algorithm": DAPO["algorithm"] | {"filters": ["drop_uniform"]}},
         {"rollout__mode": "partial", "rollout__min_complete": 0.5, "algorithm__old_logprobs": "recompute"},
         {"rollout__mode": "spec_rl", "algorithm__old_logprobs": "recompute", "algorithm__importance_cap": 2.0},
         {

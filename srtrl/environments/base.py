@@ -61,7 +61,7 @@ class Step:
     """
 
     observation: str | Sequence[str] = ""
-    """The text that the policy reads next, or one text for each call of the turn."""
+    """The text that the policy reads next, or a list of one text for each call of the turn."""
     is_done: bool = False
     """The sample ends here; the observation is not read."""
     reward: float = 0.0
@@ -77,7 +77,7 @@ class Step:
         """Check the values, and make those of NumPy plain, so that the record of the run can hold them."""
         texts_of = {"observation": self.observations, "outcomes": self.outcomes, "stop_reason": [self.stop_reason]}
         for name, texts in texts_of.items():
-            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            if not (type(texts) in (list, tuple) and all(isinstance(text, str) for text in texts)):
                 raise TypeError(f"Step: {name} must be text, found {getattr(self, name)!r:.80}")
         metrics = {str(name): check_reward(f"environment: {name}", value) for name, value in self.metrics.items()}
         object.__setattr__(self, "is_done", bool(self.is_done))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import math
 import queue
 import time
@@ -18,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -26,73 +26,24 @@ from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, digest_of, key_of
+from srtrl.environments.samples import Answer, OpenSample, PendingTurn, Segments
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, start_thread, warn_once
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
-from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
+from srtrl.types import Completion, Conversation, Prompt, segment_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_THREADS = 128
 """Maximum number of environments' steps at the same time."""
 POLL_SECONDS = 0.05
-Segments = list[tuple[SegmentKind, list[int]]]
-"""Kinds of segments and their token ids, in order."""
-
-
-@dataclass(slots=True)
-class _Sample:
-    """One sample between its first turn and its end."""
-
-    prompt: Prompt
-    """Without the messages that the environment begins with."""
-    environment: EnvironmentBase | None = None
-    """Made before its first step."""
-    segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
-    num_void_turns: int = 0
-    outcomes: list[str] = field(default_factory=list)
-    reward: float = 0.0
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    unseen: list[tuple[Turn, Step]] = field(default_factory=list)
-    """Turns that were answered without the environment, from what it once answered: it sees them before the next."""
-    answers: dict[str, str] = field(default_factory=dict)
-    """See `Conversation`."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A turn whose answer is still to come."""
-
-    completion: Completion
-    sample: _Sample
-    turn: Turn
-    needs_record: bool
-    """Whether the answer is to be recorded: it comes neither from the record nor from the format."""
-    answer: Future[Step] = field(default_factory=Future)
-    started: float | None = None
-    """When the environment began, `time.monotonic`."""
-    seconds: float | None = None
-    """The environment's time."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Answer:
-    """The continuation of a sample after a turn, or its end."""
-
-    completion: Completion
-    extension: list[int]
-    """Tokens for `Engine.extend`; none where the sample has ended."""
-    conversation: Conversation | None
-    """The turns of a sample that has ended."""
 
 
 class Conversations:
@@ -107,19 +58,19 @@ class Conversations:
         self.section = section
         self.tokenizer = tokenizer
         self.environment_class, self.options = resolve_environment(section)
-        self._seconds = float(self.environment_class.timeout_seconds)
+        self._seconds = self._patience = float(self.environment_class.timeout_seconds)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
-        self._samples: dict[tuple[str, int, int], _Sample] = {}
+        self._samples: dict[tuple[str, int, int], OpenSample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
         """By id and text of either: a prompt, and the prompt with the environment's first messages."""
-        self._pending: list[_Pending] = []
+        self._pending: list[PendingTurn] = []
         self._record = Record(None)
         self._num_samples: Counter[bool] = Counter()
         """Samples of this step that have ended, by whether their environment has raised."""
         self._first_traceback = ""
         self._stack = ExitStack()
         self._shared: Any = None
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingTurn | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         environment, options, name = self.environment_class, self.options, self.section.name
@@ -127,7 +78,7 @@ class Conversations:
             self._loop = stack.enter_context(event_loop(f"environment {name}"))
             self._shared = self._call(f"`open` of {name}", lambda: stack.enter_context(environment.open(options)))
             limit = self._call(f"`max_parallel` of {name}", lambda: environment.max_parallel(options))
-            if limit is not None and not (isinstance(limit, int) and limit >= 1):
+            if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
                 message = "must return an integer from 1 on, or None; it returned"
                 raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
             for _ in range(NUM_THREADS if limit is None else min(NUM_THREADS, limit)):
@@ -140,14 +91,14 @@ class Conversations:
         self.clear()
         self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
 
-    def _call(self, what: str, function: Callable[[], T]) -> T:
+    def _call(self, what: str, function: Callable[[], T], seconds: float | None = None) -> T:
         """What a function of the user's class returns; it runs in a thread, which is left behind where it hangs.
 
         Raises:
             ValueError: it raises, or takes longer than the class's `timeout_seconds`; the message begins with `what`.
         """
         result: Future[T] = DaemonThreads().submit(lambda: self._result_of(function()))
-        wait([result], self._seconds)
+        wait([result], self._seconds if seconds is None else seconds)
         late = TimeoutError(f"no answer within the class's timeout_seconds ({self._seconds:g}); {ADVICE}")
         error = result.exception() if result.done() else late
         if error is None:
@@ -159,9 +110,11 @@ class Conversations:
     def _call_last(self, what: str, function: Callable[[], None]) -> None:
         """As `_call`, with a warning in place of an error."""
         with Caught() as caught:
-            self._call(what, function)
+            self._call(what, function, self._patience)
         if caught.error is not None:
-            logger.warning("%s", caught.error)
+            warn_once(str(caught.error))
+            if isinstance(caught.error.__cause__, TimeoutError):
+                self._patience = 0.0  # the first one that hangs is the last that is waited for
 
     @property
     def num_pending(self) -> int:
@@ -190,7 +143,7 @@ class Conversations:
         key = prompt.prompt_id, prompt.text
         if key not in self._starts:
             what = f"`start` of {self.section.name}, called with prompt {prompt.prompt_id!r},"
-            sample = _Sample(prompt)
+            sample = OpenSample(prompt)
             _, messages = self._call(what, lambda: self._begin(sample))
             self._close(sample)
             if not (isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)):
@@ -209,7 +162,7 @@ class Conversations:
         if ":" not in self.section.name:
             return
         turn = Turn(index=0, text=prompt.answer or "an answer", token_ids=(0,))
-        sample = _Sample(prompt)
+        sample = OpenSample(prompt)
 
         def answer_and_replay() -> None:
             environment, _ = self._begin(sample)
@@ -223,7 +176,7 @@ class Conversations:
         finally:
             self._close(sample)
 
-    def _begin(self, sample: _Sample) -> tuple[EnvironmentBase, Messages]:
+    def _begin(self, sample: OpenSample) -> tuple[EnvironmentBase, Messages]:
         """Make a sample's environment; returns it and the messages that it begins with."""
         environment = sample.environment = self.environment_class(self.options, self._shared)
         return environment, environment.start(sample.prompt) or ()
@@ -258,7 +211,7 @@ class Conversations:
         key, request = key_of(completion), completion.request
         if key not in self._samples:
             original, _ = self._starts.get((prompt.prompt_id, prompt.text), (prompt, prompt))
-            self._samples[key] = sample = _Sample(original)
+            self._samples[key] = sample = OpenSample(original)
             if request.prefix is not None:
                 sample.answers |= request.prefix.answers
                 for number, (start, stop) in enumerate(request.prefix.extensions):
@@ -290,7 +243,7 @@ class Conversations:
         self._close(sample)
         return sample.answers
 
-    def _read(self, completion: Completion, sample: _Sample) -> _Pending:
+    def _read(self, completion: Completion, sample: OpenSample) -> PendingTurn:
         """The last turn, with its answer where that takes no call of the environment."""
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
@@ -302,7 +255,7 @@ class Conversations:
                 answer = Step(**json.loads(text))
             if answer is not None:
                 sample.unseen.append((turn, answer))
-        pending = _Pending(completion, sample, turn, needs_record=needs_record)
+        pending = PendingTurn(completion, sample, turn, needs_record=needs_record)
         if answer is not None:
             pending.answer.set_result(answer)
         return pending
@@ -389,7 +342,7 @@ class Conversations:
             else:
                 pending.answer.set_result(step)
 
-    def _answer(self, pending: _Pending) -> Step:
+    def _answer(self, pending: PendingTurn) -> Step:
         """The environment's answer to a turn, after the turns that it has not seen."""
         sample = pending.sample
         environment = self._begin(sample)[0] if sample.environment is None else sample.environment
@@ -413,11 +366,11 @@ class Conversations:
         """What a coroutine returns; any other value is itself."""
         return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
-    def _close(self, sample: _Sample) -> None:
+    def _close(self, sample: OpenSample) -> None:
         if sample.environment is not None:
             self._call_last(f"`close` of {self.section.name}", sample.environment.close)
 
-    def _resolve(self, pending: _Pending) -> Answer:
+    def _resolve(self, pending: PendingTurn) -> Answer:
         """Apply the limits in their order: the environment's own end, turns, tokens of the response and observation."""
         completion, sample, turn = pending.completion, pending.sample, pending.turn
         step = self._result(pending)
@@ -451,7 +404,7 @@ class Conversations:
         conversation = self._end(completion, sample, stop_reason) if stop_reason else None
         return Answer(completion=completion, extension=extension, conversation=conversation)
 
-    def _result(self, pending: _Pending) -> Step:
+    def _result(self, pending: PendingTurn) -> Step:
         """The environment's answer; errors and the time limit become answers, too."""
         if pending.answer.cancel():
             start_thread(self._answer_turns)  # in place of the one that hangs
@@ -465,7 +418,7 @@ class Conversations:
             self._first_traceback = "".join(traceback.format_exception(error))
         return Step(observation=f"error: {describe_error(error)}", outcomes=["raised"])
 
-    def _end(self, completion: Completion, sample: _Sample, stop_reason: str) -> Conversation:
+    def _end(self, completion: Completion, sample: OpenSample, stop_reason: str) -> Conversation:
         self._close(sample)
         del self._samples[key_of(completion)]
         self._num_samples["raised" in sample.outcomes] += 1

@@ -7,7 +7,7 @@ a verifier that accepts everything agrees with every solution.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rich.markup import escape
@@ -59,7 +59,8 @@ def check_grader(name: str, task: TaskBase, grading: GradingSection, num_problem
     prompts = (task.eval_prompts or task.train_prompts)[:num_problems]
     asked = list(_questions(task, prompts))
     with Grader(task, (), grading, max_new_tokens=1) as grader:
-        grades = grader.collect([grader.submit(prompt, text, "stop", 1) for _, prompt, text in asked])
+        # Without the prompt's text, which may open a thought that no solution ends.
+        grades = grader.collect([grader.submit(replace(prompt, text=""), text, "stop", 1) for _, prompt, text in asked])
     extract = extractor(task.verifier)
     disagreements = []
     for (question, prompt, text), grade in zip(asked, grades, strict=True):

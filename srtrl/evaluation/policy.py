@@ -18,6 +18,7 @@ from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
+from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
@@ -134,8 +135,8 @@ def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str
     scores = []
     for group in groups:
         num_right = count_correct(group)
-        answers = [extract(rollout.policy_text) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
-        sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
+        votes = [extract(as_judged(it.prompt, it.policy_text)) for it in group.rollouts if it.grade.outcome == "wrong"]
+        sizes = list(Counter(_plain(answer) for answer in votes if answer is not None).values())
         wins = num_right > 0 and num_right >= max(sizes, default=0)
         scores.append(wins / (1 + sizes.count(num_right)))
     return scores

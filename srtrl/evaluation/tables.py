@@ -16,7 +16,7 @@ from srtrl.evaluation.policy import EvalOutcome, majority_scores
 from srtrl.evaluation.suite import PROMPT_OPTIONS
 from srtrl.run.metrics import turn_metrics
 from srtrl.statistics import Estimate, estimate, macro_average, pass_at_k, pass_at_ks
-from srtrl.tasks.final_answer import extractor
+from srtrl.tasks.final_answer import as_judged, extractor
 from srtrl.tasks.math import MathOptions
 from srtrl.trainer.evaluate import count_correct
 
@@ -157,7 +157,7 @@ def _row(outcome: EvalOutcome, rollout: Rollout) -> Mapping[str, Any]:
         "sample_index": rollout.sample_index,
         "prompt": rollout.prompt.text,
         "text": rollout.text,
-        "extracted": None if extract is None else extract(rollout.policy_text),
+        "extracted": None if extract is None else extract(as_judged(rollout.prompt, rollout.policy_text)),
         "answer": rollout.prompt.answer,
         "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
         "reward": rollout.grade.reward,

@@ -30,7 +30,7 @@ class Verifier(Protocol):
     """
 
     def __call__(self, text: str, answer: str, /) -> bool:
-        """Whether `text` (a whole completion) gives the reference `answer`."""
+        """Whether `text` gives the reference `answer`: a completion, after `<think>` if its prompt ends with that."""
 
 
 class TaskBase:

@@ -20,7 +20,7 @@ ADVICE = "what waits needs a limit of its own, and a coroutine must not block: `
 logger = logging.getLogger(__name__)
 
 
-def start_thread(target: Callable[[], None]) -> None:
+def start_thread(target: Callable[[], object]) -> None:
     """A thread that ends with the process, even while it waits."""
     threading.Thread(target=target, name="environment", daemon=True).start()
 

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, Self
@@ -23,7 +24,8 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.event_loop import ADVICE, event_loop, warn_once
+from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread, warn_once
+from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
@@ -93,6 +95,8 @@ class Grader:
         self._grading = grading
         self._seconds = WALL_SECONDS_PER_CPU_SECOND * grading.timeout_seconds
         """Wall-clock limit of a coroutine; after this time other functions that run here are named in a warning."""
+        is_ours = str(getattr(self._verifier, "__module__", "")).startswith("srtrl.")  # these end for any text
+        self._watch_verifier = nullcontext if is_ours else partial(self._warning_if_late, "the task's verifier")
         self._pool: WorkerPool | None = None
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self._stack = ExitStack()
@@ -109,8 +113,8 @@ class Grader:
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
-            names = [reward.name for reward in self._awaited]
-            self._loop = self._stack.enter_context(event_loop(f"reward `{'`, `'.join(names)}`"))
+            self._names = [f"reward `{reward.name}`" for reward in self._awaited]
+            self._loop = self._stack.enter_context(event_loop(", ".join(self._names)))
             self._limit = asyncio.Semaphore(MAX_AWAITED)
             self._running: object = None
             self._sign_of_life: Future[Any] = _done(Graded(correct=None))
@@ -150,8 +154,8 @@ class Grader:
             num_turns=num_turns,
         )
         if self._verifier is not None and not self._verifier_isolated:
-            with self._warning_if_late("the task's verifier"), Caught() as caught:
-                sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
+            with self._watch_verifier(), Caught() as caught:
+                sample = replace(sample, correct=bool(self._verifier(as_judged(prompt, text), prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=_done(failure))
@@ -194,21 +198,22 @@ class Grader:
         if self._sign_of_life.done():
             self._sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         elif now > self._since + self._seconds + GRACE_SECONDS:
-            name = task.get_name() if task else "a coroutine"
+            name = task.get_name() if task and task.get_name() in self._names else " or ".join(self._names)
             problem = f"has blocked the event loop for {now - self._since:.0f} seconds; {ADVICE}, or mark a plain"
             raise ValueError(f"rewards: {name} {problem} function @isolated (docs/extending.md#a-reward)")
 
     @contextmanager
     def _warning_if_late(self, what: str) -> Iterator[None]:
         """Log a line where the `with` block takes long: the training process waits for it without a limit."""
-        text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang"
-        timer = threading.Timer(self._seconds, warn_once, [f"{text} should be @isolated (docs/extending.md#a-reward)"])
-        timer.daemon = True
-        timer.start()
+        text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang should"
+        is_over = threading.Event()
+        start_thread(
+            lambda: is_over.wait(self._seconds) or warn_once(f"{text} be @isolated (docs/extending.md#a-reward)")
+        )
         try:
             yield
         finally:
-            timer.cancel()
+            is_over.set()
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would return this grade without waiting."""
@@ -227,7 +232,7 @@ class Grader:
         while is_waiting:
             if self._awaited:
                 self._check_loop()
-            is_done = wait(pending, timeout or 1.0, return_when=FIRST_COMPLETED).done
+            is_done = wait(pending, 1.0 if timeout is None else timeout, return_when=FIRST_COMPLETED).done
             is_waiting = not is_done and timeout is None
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
@@ -257,8 +262,7 @@ class Grader:
         return grades
 
     def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
-        while not ticket.verdict.done():
-            self.wait_any([ticket])
+        self.wait_any([ticket])
         return ticket.verdict.result()
 
     def collect_on_ranks(

@@ -15,12 +15,12 @@ In a recipe, for the rows of GSM8K, whose answer stands at the end of the worked
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from srtrl.tasks.choices import choice_letter, is_chosen, render_choices
+from srtrl.tasks.choices import choice_letter, is_chosen, read_choices, render_choices
 from srtrl.tasks.final_answer import last_boxed
 from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.row_task import RowOptions, RowTask, text_of
@@ -48,7 +48,10 @@ class MathOptions(RowOptions):
     r"""The answer is the content of the last `\boxed{...}` in the answer field (rows of MATH have a solution only)."""
     choices_field: str | None = None
     """Multiple choice: field of the list of choices, which are put below the problem as `A. ...`. The answer is a
-    letter, or an index from 0 that becomes a letter."""
+    letter, or an index from 0 that becomes a letter; where the choices have labels (a field `label` beside them, or
+    `A)` at their begin), it is a label."""
+    answer_in_thought: bool = False
+    """Look for a completion's answer in its thought, too; by default only after `</think>`."""
     solution_field: str = "solution"
     """Field of the worked solution, the target of a warm start; not needed for anything else."""
     prompt_template: str = "{problem}"
@@ -69,9 +72,9 @@ class MathOptions(RowOptions):
         """The problem with its choices, and the reference answer; `RowError` without one."""
         answer = _answer_text(fields, self.answer_field)
         if self.choices_field is not None:
-            choices = get_field(fields, self.choices_field)
-            text = render_choices(text, choices, self.choices_field)
-            answer = choice_letter(answer, len(choices), self.answer_field)
+            choices, labels = read_choices(fields, self.choices_field)
+            text = render_choices(text, choices)
+            answer = choice_letter(answer, len(choices), labels, self.answer_field)
         elif self.answer_pattern is not None:
             matches = re.findall(self.answer_pattern, answer)
             if not matches or not matches[-1].strip():
@@ -82,7 +85,7 @@ class MathOptions(RowOptions):
             if boxed is None:
                 raise RowError(f"no answer: `{self.answer_field}` has no complete \\boxed{{...}}")
             answer = boxed
-        return text.strip(), answer.strip()
+        return text, answer.strip()
 
     def solution_of(self, prompt: Prompt) -> str:
         """The worked solution in a problem's row; ValueError if it has none."""
@@ -102,7 +105,16 @@ class Task(RowTask[MathOptions]):
     @cached_property
     def verifier(self) -> "Verifier":
         """The judge of all completions: math-verify, or a comparison of letters for multiple choice."""
-        return is_correct if self._options.choices_field is None else is_chosen
+        judge = is_correct if self._options.choices_field is None else is_chosen
+        return with_thoughts(judge) if self._options.answer_in_thought else judge
+
+
+def with_thoughts(verifier: Any) -> Any:
+    """The same verifier, and its `extract`, with `answer_in_thought`."""
+    judge: Any = partial(verifier, answer_in_thought=True)
+    judge.isolated = getattr(verifier, "isolated", False)
+    judge.extract = partial(verifier.extract, answer_in_thought=True)
+    return judge
 
 
 def _check_pattern(pattern: str) -> None:

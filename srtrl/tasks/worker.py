@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from srtrl.resolve import Caught, describe_error
+from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 
 MEMORY_LIMIT_BYTES = 4 * 1024**3
@@ -127,7 +128,8 @@ def _grade(functions: IsolatedFunctions, sample: RewardInput) -> dict[str, Any]:
     """The fields of a `Graded` or a `Failure`."""
     with Caught() as caught:
         if functions.verifier is not None:
-            sample = replace(sample, correct=bool(functions.verifier(sample.text, sample.prompt.answer)))
+            text = as_judged(sample.prompt, sample.text)
+            sample = replace(sample, correct=bool(functions.verifier(text, sample.prompt.answer)))
         parts = {name: check_reward(name, reward(sample)) for name, reward in functions.rewards}
         return {"correct": sample.correct, "parts": parts}
     assert caught.error is not None

@@ -1,0 +1,59 @@
+"""The samples of a rollout between their turns: what `conversations.py` keeps of each."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from srtrl.environments.base import EnvironmentBase, Step, Turn
+from srtrl.types import Completion, Conversation, Prompt, SegmentKind
+
+Segments = list[tuple[SegmentKind, list[int]]]
+"""Kinds of segments and their token ids, in order."""
+
+
+@dataclass(slots=True)
+class OpenSample:
+    """One sample between its first turn and its end."""
+
+    prompt: Prompt
+    """Without the messages that the environment begins with."""
+    environment: EnvironmentBase | None = None
+    """Made before its first step."""
+    segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
+    num_void_turns: int = 0
+    outcomes: list[str] = field(default_factory=list)
+    reward: float = 0.0
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    unseen: list[tuple[Turn, Step]] = field(default_factory=list)
+    """Turns that were answered without the environment, from what it once answered: it sees them before the next."""
+    answers: dict[str, str] = field(default_factory=dict)
+    """See `Conversation`."""
+
+
+@dataclass(slots=True)
+class PendingTurn:
+    """A turn whose answer is still to come."""
+
+    completion: Completion
+    sample: OpenSample
+    turn: Turn
+    needs_record: bool
+    """Whether the answer is to be recorded: it comes neither from the record nor from the format."""
+    answer: Future[Step] = field(default_factory=Future)
+    started: float | None = None
+    """When the environment began, `time.monotonic`."""
+    seconds: float | None = None
+    """The environment's time."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Answer:
+    """The continuation of a sample after a turn, or its end."""
+
+    completion: Completion
+    extension: list[int]
+    """Tokens for `Engine.extend`; none where the sample has ended."""
+    conversation: Conversation | None
+    """The turns of a sample that has ended."""
