@@ -277,6 +277,7 @@ SPELLINGS: dict[str, list[tuple[str, str, bool]]] = {
     ],
     "euler": [
         ("\\mathrm{e}", "e", True),
+        ("\\mathrm e^2", "e^2", True),
         ("\\text{e}", "e", True),
         ("\\frac{1}{\\mathrm{e}}", "\\frac1e", True),
         ("2-\\frac{1}{\\mathrm{e}}", "2-\\frac1e", True),

@@ -116,6 +116,7 @@ def test_a_blank_problem_is_an_error(tmp_path: Path, blank: str) -> None:
 
 WRONG_ROWS: list[tuple[Any, str]] = [
     ([], "field `prompt` is an empty list; expected messages"),
+    (json.dumps(TURNS), "field `prompt` is messages written as one text of JSON: give the list"),
     (["Hi?"], 'prompt.0: expected {"role": ..., "content": ...}, found \'Hi?\''),
     ([USER, {"content": "x"}], 'prompt.1: expected {"role": ..., "content": ...}, found'),
     ([{"role": "user"}], "field `prompt.0.content` must be a text or a number, it is NoneType"),

@@ -103,6 +103,7 @@ REWRITES = (
     # Euler's number and the imaginary unit, in upright type.
     (r"(?<=[A-Za-z])(?=\\(?:mathrm|text)\{[ei]\})", " "),
     (r"(?:\\(?:mathrm|text|operatorname|mathit)\s*\{|\{\\rm )\s*([ei])\s*\}", r"\1"),
+    (r"\\mathrm\s+([ei])(?![A-Za-z])", r"\1"),
     # Angle brackets, the empty set, inequalities that are joined, and sets that one inequality defines.
     (r"^<([^<>=]+,[^<>=]+)>$", r"(\1)"),
     (r"(?:\\(?:left|[Bb]igg?l?)\s*)?\\lang(?:le)?(?![A-Za-z])", "("),

@@ -4,6 +4,7 @@ A task adds a class of options that names the fields of the text and the answer:
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 COMMON_FIELDS = ("problem", "question", "prompt", "instruction", "messages")
 """Names that data sets give the field of the text."""
+MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 
 
 class RowOptions(Section):
@@ -201,6 +203,8 @@ def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | N
         raise row.fields
     name = getattr(options, options.text_option)
     value = get_field(row.fields, name)
+    if isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
+        raise RowError(f"field `{name}` is messages written as one text of JSON: give the list of messages itself")
     messages = check_messages(value, name) if isinstance(value, list) else None
     text, answer = options.text_and_answer(
         row.fields, text_of(row.fields, name) if messages is None else messages[-1]["content"]
