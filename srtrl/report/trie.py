@@ -20,8 +20,8 @@ def command(
     """Show a prompt's trie, and how well it drafts.
 
     The trie is built from the prompt's rollouts of all steps before STEP (if there are none, from the other samples of
-    STEP). Shown are its most frequent branches from the start of the response, and the path of the first rollout of
-    STEP. Then this rollout is decoded again with drafts from the trie.
+    STEP). Shown are the branches that most rollouts have, and the path of the first rollout of STEP. Then this rollout
+    is decoded again with drafts from the trie.
     """
     from srtrl.report.runs import read_run
     from srtrl.report.trie_view import print_history, read_history, text_decoder
