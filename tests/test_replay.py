@@ -18,7 +18,6 @@ from srtrl.bench.replay_loop import Replay, ReplayCounts, count_accepted
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.model.weights import load_tokenizer
 from srtrl.run.folder import ROLLOUT_COLUMNS, step_file_name
 from srtrl.warm_start.training import train_tokenizer
 
@@ -52,6 +51,9 @@ def test_a_sample_by_hand() -> None:
     repeated = {"a": [[5, 5, 5, 5, 5, 5, 5, 7]]}
     assert averages(replay(repeated)) == (7 / 3, 3)
     assert averages(replay(repeated, draft_budget=1)) == (7 / 4, 2)
+    counts = replay({"a": [[1] * 4, [2] * 3], "b": [[3]]}, NoDrafter())
+    assert (counts.num_tokens, counts.num_sequence_steps, counts.num_nodes) == (5, 5, 0)
+    assert (counts.steps, counts.steps_without_drafts) == (3, 3)
 
 
 @given(seed=st.integers(0, 2**32))
@@ -81,15 +83,6 @@ def test_history_comes_first_and_the_others_decode_in_lockstep() -> None:
         assert (len(known.samples), len(others.samples)) == (num_known, num_samples - num_known), "rounded down"
 
 
-@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_without_a_drafter_a_step_gives_one_token(lengths: list[list[int]]) -> None:
-    prompts = {chr(97 + i): [[0] * length for length in group] for i, group in enumerate(lengths)}
-    counts = replay(prompts, NoDrafter())
-    assert counts.num_sequence_steps == counts.num_tokens == sum(length - 1 for group in lengths for length in group)
-    assert (counts.num_nodes, counts.steps) == (0, counts.steps_without_drafts)
-    assert counts.steps == sum(max(group) - 1 for group in lengths)
-
-
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     class Greedy(Repeater):
         def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
@@ -102,36 +95,22 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with a token a byte."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([], 257).save_pretrained(folder)
-    return folder
-
-
-def write_step(folder: Path, step: int, samples: dict[int, list[list[int]]]) -> None:
-    """A run's file of rollouts; `samples` by the only token of their prompt."""
-    columns = ("prompt_id", "prompt_token_ids", "draw_index", "sample_index", "token_ids")
-    rows = [
-        dict(zip(columns, (f"p{token}", [token], draw, index, token_ids), strict=True))
-        for draw, (token, group) in enumerate(samples.items())
-        for index, token_ids in enumerate(group)
-    ]
-    assert set(columns) <= set(ROLLOUT_COLUMNS), "what a run writes"
+def write_step(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    """A run's file of rollouts."""
     folder.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / step_file_name(step))
 
 
-def test_texts_are_tokenised_ended_and_cut(tokenizer_folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(tokenizer_folder))
+def test_texts_are_tokenised_ended_and_cut(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([], 257)  # a token a byte
+    tokenizer.save_pretrained(tmp_path)
     end = tokenizer.eos_token_id
     rows = [
         {"id": 7, "prompt": "hi", "samples": [{"text": "abc"}, {"text": "abcdefgh", "reward": 1}]},
         {"prompt": "ho", "samples": [{"text": f"x{tokenizer.eos_token}"}, {"token_ids": [5]}]},
         {"id": "again", "prompt": "hi", "samples": [{"text": "y"}]},
     ]
-    recording = read_recorded(write_rows(tmp_path / "rows.jsonl", *rows), tokenizer=str(tokenizer_folder), max_tokens=5)
+    recording = read_recorded(write_rows(tmp_path / "rows.jsonl", *rows), tokenizer=str(tmp_path), max_tokens=5)
     [[first, second]] = recording
     assert first.prompt_token_ids == tuple(tokenizer.encode("hi"))
     abc, abcde, x, y = (tokenizer.encode(text, add_special_tokens=False) for text in ("abc", "abcde", "x", "y"))
@@ -139,28 +118,28 @@ def test_texts_are_tokenised_ended_and_cut(tokenizer_folder: Path, tmp_path: Pat
     assert [sample.is_cut for sample in first.samples + second.samples] == [False, True, False, False, False]
 
 
-def test_jsonl_and_parquet_give_the_same_rollouts(tmp_path: Path) -> None:
-    samples = {1: [[5, 5, 5, 5], [6, 7, 7]], 2: [[8, 8]]}
-    write_step(tmp_path, 3, samples)
-    rows = [({"id": f"p{key}", "prompt_token_ids": [key]}, group) for key, group in samples.items()]
-    many = [row | {"samples": [{"token_ids": ids} for ids in group]} for row, group in rows]
-    single = [row | {"token_ids": ids} for row, group in rows for ids in group]
-    files = [write_rows(tmp_path / "many.jsonl", *many), write_rows(tmp_path / "single.jsonl", *single)]
-    for path in (tmp_path / step_file_name(3), *files):
+def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(tmp_path: Path) -> None:
+    columns = ("id", "prompt_token_ids", "draw_index", "sample_index", "token_ids")
+    values = [("p1", [1], 0, 1, [6, 7, 7]), ("p1", [1], 0, 0, [5, 5, 5, 5]), ("p2", [2], 1, 0, [8, 8])]
+    single = [dict(zip(columns, row, strict=True)) for row in values]
+    stored = [{("prompt_id" if name == "id" else name): value for name, value in row.items()} for row in single]
+    assert stored[0].keys() <= ROLLOUT_COLUMNS.keys(), "what a run writes"
+    write_step(tmp_path / "run" / "rollouts", 2, stored)
+    write_step(tmp_path / "run" / "rollouts", 1, stored[1:2])
+    nested = [{"id": "p1", "prompt_token_ids": [1], "samples": [row["token_ids"] for row in single[1::-1]]}, single[2]]
+    nested[0]["samples"] = [{"token_ids": token_ids} for token_ids in nested[0]["samples"]]
+    first, whole = {"p1": [[5, 5, 5, 5]]}, {"p1": [[5, 5, 5, 5], [6, 7, 7]], "p2": [[8, 8]]}
+    for path, expected in (
+        (write_rows(tmp_path / "nested.jsonl", *nested), [whole]),
+        (write_rows(tmp_path / "single.jsonl", single[1], single[0], single[2]), [whole]),
+        (tmp_path / "run" / "rollouts" / step_file_name(2), [whole]),
+        (tmp_path / "run" / "rollouts", [first, whole]),
+        (tmp_path / "run", [first, whole]),
+    ):
         recording = read_recorded(path, tokenizer=None, max_tokens=100)
-        assert tokens_of(recording) == [{f"p{key}": group for key, group in samples.items()}]
-    assert averages(Replay(Repeater()).run(recording)) == (6 / 4, 1 + 8 / 4)
-
-
-def test_a_run_is_read_step_by_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write_step(run / "rollouts", 2, {1: [[3, 4]], 9: [[5, 6]]})
-    write_step(run / "rollouts", 1, {1: [[1, 2], [2, 3]]})
-    for path in (run, run / "rollouts"):
-        recording = read_recorded(path, tokenizer=None, max_tokens=100)
-        assert tokens_of(recording) == [{"p1": [[1, 2], [2, 3]]}, {"p1": [[3, 4]], "p9": [[5, 6]]}]
-    whole = merge_prompts([*recording[0], *recording[1]])
-    assert tokens_of([whole]) == [{"p1": [[1, 2], [2, 3], [3, 4]], "p9": [[5, 6]]}]
+        assert tokens_of(recording) == expected
+    merged = tokens_of([merge_prompts([*recording[0], *recording[1]])])
+    assert merged == [whole | {"p1": [[5, 5, 5, 5], [5, 5, 5, 5], [6, 7, 7]]}]
 
 
 def test_rows_and_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -192,16 +171,10 @@ def test_rows_and_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def rows_file(tmp_path: Path) -> Path:
-    rows = [
-        {"prompt_token_ids": [1], "samples": [{"token_ids": [5, 5, 5, 5]}, {"token_ids": [6, 7, 7, 7]}]},
-        {"prompt_token_ids": [2], "samples": [{"token_ids": [8, 8]}, {"token_ids": [4, 3]}]},
-    ]
-    return write_rows(tmp_path / "rows.jsonl", *rows)
-
-
-def test_the_command_prints_json_and_a_table(rows_file: Path) -> None:
+def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
+    texts = {1: [[5, 5, 5, 5], [6, 7, 7, 7]], 2: [[8, 8], [4, 3]]}
+    rows = [{"prompt_token_ids": [name], "token_ids": text} for name, group in texts.items() for text in group]
+    rows_file = write_rows(tmp_path / "rows.jsonl", *rows)
     result = run("replay", rows_file, "--drafter", REPEATER, "--max-tokens", 3, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -52,13 +52,7 @@ Row = Mapping[str, Any]
 
 
 def publish(
-    title: str,
-    rows: Sequence[Row],
-    about: str | None,
-    device: torch.device,
-    *,
-    as_json: bool,
-    program: str = "srtrl",
+    title: str, rows: Sequence[Row], about: str | None, device: torch.device, *, as_json: bool, program: str = "srtrl"
 ) -> None:
     """Print the figures of one benchmark: as a section of Markdown, or as JSON.
 

@@ -16,6 +16,8 @@ from srtrl.model.weights import load_tokenizer
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
 from srtrl.run.checkpoint import latest_checkpoint
 
+NUM_BRANCHES = 40
+"""Maximum number of branches that are shown."""
 LABEL_CHARACTERS = 72
 """Longest text of a branch; of a longer one the middle is left out."""
 END_SIGN = "∎"
@@ -55,27 +57,26 @@ class Branch:
     """Those with the largest counts first."""
 
 
-def read_history(run: Run, prompt_id: str | None = None, step: int | None = None) -> PromptHistory:
-    """Read a prompt's rollouts up to `step`.
+def read_history(run: Run, prompt_id: str | None = None) -> PromptHistory:
+    """Read a prompt's rollouts.
+
+    The first sample of the last step that sampled the prompt is the later rollout. If no step before it did, its last
+    sample is the later rollout and the others are the earlier ones.
 
     Args:
         run: The run.
-        prompt_id: The prompt; by default the one with the most rollouts (in the steps that include `step`).
-        step: Its first sample is the later rollout; by default the last step that sampled the prompt. If no step
-            before it did, its last sample is the later rollout and the others are the earlier ones.
+        prompt_id: The prompt; by default the one with the most rollouts.
 
     Raises:
-        ValueError: The run has no rollouts, or none of the prompt (in the step): the message lists those that exist.
+        ValueError: The run has no rollouts, or none of the prompt: the message lists those that exist.
     """
-    files = find_rollouts(run, step, prompt_id)
+    files = find_rollouts(run, prompt_id=prompt_id)
     if prompt_id is None:
         steps_of = steps_by_prompt(files)
-        candidates = [name for name, steps in steps_of.items() if step is None or step in steps]
-        prompt_id = max(candidates, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
+        prompt_id = max(steps_of, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
         files = {number: files[number] for number in steps_of[prompt_id]}
-    step = list(files)[-1] if step is None else step
-    steps = [number for number in files if number <= step]
-    recordings = [read_recorded(files[number], tokenizer=None, max_tokens=sys.maxsize) for number in steps]
+    steps = list(files)
+    recordings = [read_recorded(path, tokenizer=None, max_tokens=sys.maxsize) for path in files.values()]
     found = [next(prompt for prompt in prompts if prompt.prompt_id == prompt_id) for [prompts] in recordings]
     [whole] = merge_prompts(found)
     num_earlier = sum(len(prompt.samples) for prompt in found[:-1]) or len(whole.samples) - 1
@@ -83,7 +84,7 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
         earlier=replace(whole, samples=whole.samples[:num_earlier]),
         earlier_steps=(steps[:-1] or steps) if num_earlier else [],
         later=replace(whole, samples=[whole.samples[num_earlier]]),
-        later_name=f"step {step}, sample {0 if len(steps) > 1 else num_earlier}",
+        later_name=f"step {steps[-1]}, sample {0 if len(steps) > 1 else num_earlier}",
     )
 
 
@@ -194,7 +195,7 @@ def text_decoder(run: Run) -> Decode:
     return spell
 
 
-def print_history(history: PromptHistory, decode: Decode, num_branches: int) -> None:
+def print_history(history: PromptHistory, decode: Decode) -> None:
     """Print the prompt, the branches and the decode steps."""
     console = Console(soft_wrap=True, highlight=False)
     earlier, [later] = history.earlier.samples, history.later.samples
@@ -206,7 +207,7 @@ def print_history(history: PromptHistory, decode: Decode, num_branches: int) -> 
         f"\ntrie of the earlier rollouts, {len(earlier)} of steps {steps}: {num_tokens:,} tokens", style="bold"
     )
     console.print(f"Each branch with its number of rollouts; * is the path of {history.later_name}.")
-    console.print(_tree(grow_branches(history, num_branches), decode))
+    console.print(_tree(grow_branches(history, NUM_BRANCHES), decode))
     decoded = decoded_response(history, decode)
     console.print(f"\n{decoded.name}, decoded with drafts from this trie; each step gave these tokens", style="bold")
     (first, _), *pieces = decoded.pieces
