@@ -126,8 +126,8 @@ def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(t
     assert stored[0].keys() <= ROLLOUT_COLUMNS.keys(), "what a run writes"
     write_step(tmp_path / "run" / "rollouts", 2, stored)
     write_step(tmp_path / "run" / "rollouts", 1, stored[1:2])
-    nested = [{"id": "p1", "prompt_token_ids": [1], "samples": [row["token_ids"] for row in single[1::-1]]}, single[2]]
-    nested[0]["samples"] = [{"token_ids": token_ids} for token_ids in nested[0]["samples"]]
+    samples = [{"token_ids": row["token_ids"]} for row in single[1::-1]]
+    nested = [{"id": "p1", "prompt_token_ids": [1], "samples": samples}, single[2]]
     first, whole = {"p1": [[5, 5, 5, 5]]}, {"p1": [[5, 5, 5, 5], [6, 7, 7]], "p2": [[8, 8]]}
     for path, expected in (
         (write_rows(tmp_path / "nested.jsonl", *nested), [whole]),

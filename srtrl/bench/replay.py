@@ -1,16 +1,12 @@
 """`srtrl replay`: the decode steps that a drafter would have saved on recorded rollouts."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from srtrl.recipe.schema import MAX_WIDTH
-
-if TYPE_CHECKING:
-    from srtrl.drafters.base import DrafterBase
 
 TokenizerFolder = Annotated[
     str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, if the rollouts are texts.")
@@ -52,10 +48,10 @@ def replay(
     check_history(history)
     from srtrl.bench.measure import format_cell, format_table
     from srtrl.bench.recorded import read_recorded
-    from srtrl.bench.replay_loop import Replay
+    from srtrl.bench.replay_loop import Replay, build_drafter
     from srtrl.engine.engine import compile_kernels
 
-    built = _build_drafter(drafter, drafter_options or ())
+    built = build_drafter(drafter, drafter_options or ())
     recording = read_recorded(file, tokenizer=tokenizer, max_tokens=max_tokens)
     compile_kernels()
     counts = Replay(built, draft_budget=draft_budget, history=history, noise=noise).run(recording)
@@ -77,22 +73,3 @@ def check_history(history: float) -> None:
     """ValueError, unless it is a share that leaves samples to decode."""
     if not 0 <= history < 1:
         raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
-
-
-def _build_drafter(name: str, overrides: Sequence[str]) -> "DrafterBase":
-    """The drafter `name`, with these options.
-
-    Raises:
-        ValueError: There is no such drafter, or an option of it is incorrect.
-    """
-    from srtrl.drafters.base import resolve_drafter
-    from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
-
-    drafter_class = resolve_drafter("--drafter", name)
-    source = RecipeSource(Path("--drafter-options"))
-    try:
-        source.override(overrides)
-        options = validate_section(drafter_class.Options, source.data)
-    except RecipeError as error:
-        raise ValueError(f"--drafter-options: {error}") from error
-    return drafter_class(options)

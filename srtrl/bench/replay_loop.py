@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from srtrl.bench.recorded import RecordedPrompt, RecordedSample, Recording, feed_drafter, recorded_completion
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
+from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
 from srtrl.types import Request
 
 MAX_VOCAB_SIZE = 1 << 31
@@ -216,6 +218,22 @@ class Replay:
         begin = time.perf_counter()
         yield
         setattr(self.counts, name, getattr(self.counts, name) + time.perf_counter() - begin)
+
+
+def build_drafter(name: str, overrides: Sequence[str]) -> DrafterBase:
+    """The drafter `name`, with these options.
+
+    Raises:
+        ValueError: There is no such drafter, or an option of it is incorrect.
+    """
+    drafter_class = resolve_drafter("--drafter", name)
+    source = RecipeSource(Path("--drafter-options"))
+    try:
+        source.override(overrides)
+        options = validate_section(drafter_class.Options, source.data)
+    except RecipeError as error:
+        raise ValueError(f"--drafter-options: {error}") from error
+    return drafter_class(options)
 
 
 def count_accepted(tree: DraftTree, following: Sequence[int]) -> int:

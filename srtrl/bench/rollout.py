@@ -6,11 +6,10 @@ one of each to warm up, each with a new drafter; the engines live on, as in trai
 fast` is the median over pairs of runs, beside the lowest and the highest pair.
 """
 
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,12 +17,6 @@ from srtrl.bench.replay import History, TokenizerFolder, check_history
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.schema import MAX_WIDTH
 from srtrl.resolve import suggestion
-
-if TYPE_CHECKING:
-    from srtrl.bench.measure import Row
-    from srtrl.bench.workload import Trace
-
-COUNTED = ("engine/decode_steps", "engine/tokens_per_decode_step", "engine/verified_per_decode_step")
 
 
 def command(
@@ -66,7 +59,7 @@ def command(
     import torch
 
     from srtrl.bench.measure import alternate, publish
-    from srtrl.bench.workload import load_prompts, make_engine, run_engine, share_out
+    from srtrl.bench.workload import load_prompts, make_engine, rows_of, run_engine, share_out
     from srtrl.drafters.base import resolve_drafter
     from srtrl.model.cpu_threads import set_cpu_threads
     from srtrl.model.hf_config import config_from_hf
@@ -78,10 +71,11 @@ def command(
         resolve_drafter("--drafters", name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_cpu_threads(threads)
-    policy = init_model(config_from_hf(SHAPES[model_shape], model_shape), 0, getattr(torch, dtype), device)
+    config = config_from_hf(SHAPES[model_shape], model_shape)
     max_tokens = max_tokens or (sys.maxsize if trace else 128)
-    prompts = load_prompts(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens)
+    prompts = load_prompts(trace, config, tokenizer=tokenizer, max_tokens=max_tokens)
     workload = share_out(prompts[: prompts_used or (None if trace else 1)], history=history)
+    policy = init_model(config, 0, getattr(torch, dtype), device)
     counts = counts or (len(workload.requests),)
     rows = []
     for num_slots in counts:
@@ -104,30 +98,3 @@ def parse_counts(slots: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and len(part) < 10 and 0 < int(part) <= MAX_WIDTH for part in parts):
         raise ValueError(f"--slots: expected counts like 8,32,128, at most {MAX_WIDTH}, found {slots[:80]!r}")
     return tuple(map(int, parts))
-
-
-def rows_of(runs: "dict[str, list[dict[str, float]]]", num_slots: int, trace: "Trace") -> "list[Row]":
-    """A row for each drafter; the first one is the baseline."""
-    from srtrl.bench.measure import compare_pairs
-
-    rows: list[Row] = []
-    baseline: list[float] = []
-    for name, of_name in runs.items():
-        seconds = [run["seconds"] for run in of_name]
-        median = statistics.median(seconds)
-        num_steps, *means = (statistics.fmean(run[metric] for run in of_name) for metric in COUNTED)
-        row: dict[str, Any] = {
-            "slots": num_slots,
-            "sequences": len(trace.requests),
-            "drafter": name,
-            "seconds": median,
-            "tokens_per_second": trace.num_tokens / median,
-            "ms_per_step": 1000 * median / num_steps,
-            "tokens_per_step": means[0],
-            "verified_per_step": means[1],
-        }
-        if baseline:
-            row |= compare_pairs(baseline, seconds)
-        baseline = baseline or seconds
-        rows.append(row | {"runs": of_name})
-    return rows

@@ -1,5 +1,6 @@
 """What the engines of a benchmark decode: prompts, and the tokens that each sample gets."""
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from srtrl.bench.measure import Row, compare_pairs
 from srtrl.bench.recorded import RecordedPrompt, RecordedSample, Tokens, feed_drafter, merge_prompts, read_recorded
 from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.draft_budget import StepCost
@@ -17,6 +19,9 @@ from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.types import Completion, Request
+
+COUNTED = ("engine/decode_steps", "engine/tokens_per_decode_step", "engine/verified_per_decode_step")
+"""Metrics of the table."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,9 +60,9 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
 
 NUM_PROMPTS, NUM_SAMPLES = 128, 16
 NUM_WORDINGS = 3
-"""Of each generated prompt: its samples go along one of them and change at random places."""
-CHANGE, NEW_TOKEN = 0.06, 0.03
-"""Chances, at each token of a generated sample, that the wording changes and that nothing before has this token."""
+"""Of each generated prompt: each of its samples follows one of them."""
+NEW_TOKEN = 0.03
+"""Chance, at each token of a generated sample, that it is another one than that of the wording."""
 
 
 def generated_prompts(*, max_tokens: int, vocab_size: int) -> list[RecordedPrompt]:
@@ -73,11 +78,9 @@ def generated_prompts(*, max_tokens: int, vocab_size: int) -> list[RecordedPromp
         samples = []
         for _ in range(NUM_SAMPLES):
             length = int(np.clip(generator.lognormal(np.log(0.6 * max_tokens), 0.3), 8, max_tokens))
-            chosen = generator.integers(0, NUM_WORDINGS, length)
-            last_change = np.maximum.accumulate(np.where(generator.random(length) < CHANGE, np.arange(length), 0))
-            tokens = wordings[chosen[last_change], np.arange(length)]
+            wording = wordings[generator.integers(NUM_WORDINGS), :length]
             is_new = generator.random(length) < NEW_TOKEN
-            tokens = np.where(is_new, generator.integers(0, vocab_size, length), tokens)
+            tokens = np.where(is_new, generator.integers(0, vocab_size, length), wording)
             samples.append(RecordedSample(tokens=tokens.astype(np.int32)))
         made.append(RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=samples))
     return made
@@ -184,3 +187,28 @@ def check_completions(completions: Sequence[Completion], trace: Trace) -> None:
     for completion in completions:
         expected = trace.responses[completion.request.rng_key].tolist()
         assert completion.token_ids == expected, "the tokens are not those of the trace"
+
+
+def rows_of(runs: dict[str, list[dict[str, float]]], num_slots: int, trace: Trace) -> list[Row]:
+    """A row for each drafter; the first one is the baseline."""
+    rows: list[Row] = []
+    baseline: list[float] = []
+    for name, of_name in runs.items():
+        seconds = [run["seconds"] for run in of_name]
+        median = statistics.median(seconds)
+        num_steps, *means = (statistics.fmean(run[metric] for run in of_name) for metric in COUNTED)
+        row: dict[str, Any] = {
+            "slots": num_slots,
+            "sequences": len(trace.requests),
+            "drafter": name,
+            "seconds": median,
+            "tokens_per_second": trace.num_tokens / median,
+            "ms_per_step": 1000 * median / num_steps,
+            "tokens_per_step": means[0],
+            "verified_per_step": means[1],
+        }
+        if baseline:
+            row |= compare_pairs(baseline, seconds)
+        baseline = baseline or seconds
+        rows.append(row | {"runs": of_name})
+    return rows

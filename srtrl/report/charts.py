@@ -147,7 +147,8 @@ CHARTS = {
 
 def chart_style() -> AbstractContextManager[None]:
     """The look of all charts."""
-    from matplotlib import cycler, rc_context
+    from cycler import cycler
+    from matplotlib import rc_context
 
     return rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)})
 
