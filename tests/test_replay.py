@@ -5,13 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet
 import pytest
-from bench_cases import REPEATER, Repeater, recorded, run, write_rows
-from drafter_cases import num_agreeing, random_draft
-from hypothesis import given
-from hypothesis import strategies as st
+from bench_cases import REPEATER, Repeater, recorded, run, tree_of, write_rows
 
 from srtrl.bench.recorded import Recording, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, count_accepted
@@ -56,12 +52,10 @@ def test_a_sample_by_hand() -> None:
     assert (counts.steps, counts.steps_without_drafts) == (3, 3)
 
 
-@given(seed=st.integers(0, 2**32))
-def test_the_walk_is_that_of_the_book(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    tree = random_draft(random, 12, vocab_size=3)
-    text = random.integers(0, 3, random.integers(0, 7)).tolist()
-    assert count_accepted(tree, text) == num_agreeing(tree, text)
+def test_the_path_of_a_tree_is_followed_to_the_first_difference() -> None:
+    tree = tree_of([1, 2, 1, 2, 3], [-1, -1, 1, 0, 2], [1.0] * 5)  # 1 2 and 2 1 3
+    for text, expected in (([1, 2, 3], 2), ([2, 1, 3, 4], 3), ([2, 1], 2), ([2, 2], 1), ([3], 0), ([], 0)):
+        assert count_accepted(tree, text) == expected
 
 
 # --- Who decodes when -------------------------------------------------------------------------------------------------
