@@ -6,11 +6,14 @@ and the table of all of them comes last. `--write-docs FILE` puts it between the
 """
 
 import argparse
+import gzip
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -169,8 +172,7 @@ def synchronisations(device: str) -> list[Row]:
 def decode(device: str) -> list[Row]:
     """Milliseconds of a decode step beside the price that benchmarks without a device calculate with."""
     import numpy as np
-
-    from srtrl.bench.host import H200_CURVE
+    from h200 import H200_CURVE
 
     rows = []
     steps = ((64, 64), (512, 64), (256, 256), (512, 256)) if device == "cuda" else ((8, 2),)
@@ -248,7 +250,6 @@ def transformers(device: str) -> list[Row]:
 
 def rollouts(device: str) -> list[Row]:
     """Whole rollouts without drafts and with `srt`, which has seen half of each prompt's samples."""
-    target = Path(os.environ.get("TMPDIR", "/tmp")) / f"srtrl-gpu-{os.getpid()}.json"
     shape = ("qwen2.5-1.5b", "bfloat16", "64,256", "512") if device == "cuda" else ("tiny", "float32", "2", "16")
     program = [sys.executable, "-m", "srtrl", "bench", "rollout", "--model-shape", shape[0], "--dtype", shape[1]]
     options = [
@@ -263,15 +264,19 @@ def rollouts(device: str) -> list[Row]:
         "--repeats",
         "3",
         "--json",
-        str(target),
     ]
-    trace = os.environ.get("TRACE"), os.environ.get("TOKENIZER")
-    if trace[0]:
-        options += ["--trace", trace[0], *(["--tokenizer", trace[1]] if trace[1] else [])]
-    subprocess.run([*program, *options], cwd=ROOT, check=True, stdout=sys.stderr)
-    found = json.loads(target.read_text(encoding="utf-8"))
-    target.unlink()
-    keep = ("slots", "drafter", "tokens_per_second", "tokens_per_step", "times_as_fast")
+    trace, tokenizer = os.environ.get("TRACE"), os.environ.get("TOKENIZER")
+    with tempfile.TemporaryDirectory() as unpacked:
+        if trace:
+            options += ["--trace", trace]
+        if trace and tokenizer:
+            shutil.copytree(tokenizer, unpacked, dirs_exist_ok=True)
+            for packed in Path(unpacked).glob("tokenizer.json.gz"):
+                packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+            options += ["--tokenizer", unpacked]
+        result = subprocess.run([*program, *options], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(result.stdout)
+    keep = ("slots", "drafter", "tokens_per_second", "tokens_per_step", "times_as_fast", "lowest", "highest")
     return [{name: row[name] for name in keep if name in row} for row in found["rows"]]
 
 

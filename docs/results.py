@@ -3,7 +3,7 @@
     python docs/results.py
 
 One thread, some minutes. Each run takes four steps over two epochs: every prompt is sampled twice. The drafts are
-budgeted by the stated cost of a decode step (`srtrl.bench.host.H200_CURVE`) instead of measured times, so that all
+budgeted by the stated cost of a decode step (`H200_CURVE` in h200.py) instead of measured times, so that all
 counts are the same in every run of this script (but with a tool, whose answers take their own time); the seconds are
 not.
 """
@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from h200 import H200_CURVE
 from rich.console import Console
 
-from srtrl.bench.host import H200_CURVE
 from srtrl.engine.draft_budget import StepCost
 from srtrl.metrics import read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -33,7 +33,7 @@ BEGIN, END = "<!-- written by results.py -->\n", "<!-- end -->\n"
 NUM_STEPS, NUM_PROMPTS = 4, {"quickstart": 32, "ppo_tiny": 64, "dapo_tiny": 32, "tools_tiny": 32}
 EXTRA = {"quickstart": ["train.learning_rate=1e-4"], "ppo_tiny": ["critic.warmup_steps=1"]}
 TITLES = {"quickstart": "GRPO", "ppo_tiny": "PPO", "dapo_tiny": "DAPO", "tools_tiny": "GRPO with a tool"}
-DRAFTERS = ("none", "ngram", "srtrl.bench.suffix:Drafter", "history", "srt")
+DRAFTERS = ("none", "ngram", "suffix", "history", "srt")
 
 
 def train(name: str, drafter: str, folder: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from srtrl import __version__, generation
+from srtrl.bench import rollout
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
@@ -185,36 +186,9 @@ app.command("eval")(evaluation.command)
 app.command("generate")(generation.command)
 
 
-@app.command(
-    "bench",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What to measure.")] = "--help",
-) -> None:
-    """Measure how fast a part is.
-
-    Without a NAME, lists the benchmarks.
-    """
-    from srtrl.resolve import list_modules, resolve_class
-
-    if name in ("--help", "-h"):
-        print("Usage: srtrl bench NAME [OPTIONS]\n\nNames:")
-        for known in list_modules("srtrl.bench", "command"):
-            print(f"  {known:<8} {str(resolve_class('srtrl.bench', known, 'command').__doc__).partition('.')[0]}.")
-        return
-    benchmark = typer.Typer(
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings=app.info.context_settings,
-    )
-    benchmark.command()(resolve_class("srtrl.bench", name, "command"))
-    benchmark(args=context.args, prog_name=f"srtrl bench {name}")
-
-
+benchmarks = typer.Typer(help="Measure how fast a part is.", no_args_is_help=True, rich_markup_mode=None)
+benchmarks.command("rollout")(rollout.command)
+app.add_typer(benchmarks, name="bench")
 app.command("replay")(replay)
 app.add_typer(tools.app, name="tool")
 

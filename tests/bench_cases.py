@@ -1,25 +1,20 @@
-"""A simple drafter and reward, a trace, and the commands under test, for tests of the benchmarks and of `replay`."""
+"""A simple drafter, recorded rollouts, and the commands under test, for tests of the benchmark and of `replay`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from typer.testing import CliRunner, Result
 
+from srtrl.bench.recorded import Extensions, RecordedPrompt, RecordedSample
 from srtrl.cli import app
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import DraftTree, DraftTrees
 from srtrl.recipe.schema import Section
-from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Completion, Request
 
 REPEATER = "bench_cases:Repeater"
-
-
-def digit_share(sample: RewardInput) -> float:
-    """Share of digits in the response."""
-    return sum(character.isdigit() for character in sample.text) / max(1, len(sample.text))
 
 
 def tree_of(token_ids: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> DraftTree:
@@ -93,17 +88,12 @@ def write_rows(path: Path, *rows: object) -> Path:
     return path
 
 
-def write_trace(path: Path, num_prompts: int, *, num_samples: int = 4, length: int = 12) -> Path:
-    """Samples that say one token all the time, another for each."""
-    rows = [
-        {
-            "id": str(prompt),
-            "prompt_token_ids": [1, 2, prompt],
-            "samples": [{"token_ids": [10 * prompt + sample] * length} for sample in range(num_samples)],
-        }
-        for prompt in range(num_prompts)
-    ]
-    return write_rows(path, *rows)
+def recorded(
+    name: str, prompt: Sequence[int], samples: Iterable[Sequence[int] | Int32Array], extensions: Extensions = ()
+) -> RecordedPrompt:
+    """A prompt whose samples have these tokens, all with the same extensions."""
+    arrays = [RecordedSample(tokens=np.array(sample, np.int32), extensions=extensions) for sample in samples]
+    return RecordedPrompt(prompt_id=name, prompt_token_ids=tuple(prompt), samples=arrays)
 
 
 def run(*arguments: object) -> Result:

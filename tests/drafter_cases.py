@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from engine_cases import make_request
 
+from srtrl.bench.replay_loop import count_accepted
 from srtrl.drafters.base import DrafterBase, end_to_end
 from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
 from srtrl.types import Completion, Purpose, Request
@@ -58,7 +59,7 @@ def decode(drafter: DrafterBase, slot: int, tokens: Sequence[int], *, max_nodes:
     num_accepted = done = 0
     while done < len(tokens):
         (tree,) = propose(drafter, [slot], max_nodes)
-        emitted = tokens[done : done + num_agreeing(tree, tokens[done:]) + 1]
+        emitted = tokens[done : done + count_accepted(tree, tokens[done:]) + 1]
         observe(drafter, {slot: emitted})
         num_accepted += len(emitted) - 1
         done += len(emitted)
@@ -79,20 +80,6 @@ def random_draft(random: np.random.Generator, max_nodes: int, vocab_size: int = 
         parents=np.array([order.index(p) if p != ROOT else ROOT for p in (nodes[n][1] for n in order)], np.int32),
         scores=np.array([nodes[node][0] for node in order], np.float32),
     )
-
-
-def num_agreeing(tree: DraftTree, tokens: Sequence[int]) -> int:
-    """How many of the tokens the tree carries, from the root on."""
-    children = {
-        (int(parent), int(token)): node
-        for node, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
-    }
-    node = ROOT
-    for depth, token in enumerate(tokens):
-        if (node, token) not in children:
-            return depth
-        node = children[node, token]
-    return len(tokens)
 
 
 def run(drafter: DrafterBase, request: Request, tokens: Sequence[int], *, slot: int = 0) -> int:

@@ -8,9 +8,9 @@ import pytest
 from engine_cases import options, tiny_policy
 from environment_cases import TOKENIZER, Digits, section_of
 
-from srtrl.bench.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.engine.engine import Engine
 from srtrl.environments.conversations import Conversations
 from srtrl.model.transformer import Transformer

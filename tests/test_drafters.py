@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_cases import recorded
 from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
 from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
-from srtrl.bench.recorded import RecordedPrompt, feed_drafter
-from srtrl.bench.suffix import Drafter as SuffixDrafter
-from srtrl.bench.suffix import SuffixOptions
+from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTrees, check_trees
 from srtrl.drafters.history import Drafter as HistoryDrafter
@@ -23,6 +22,8 @@ from srtrl.drafters.ngram import NgramOptions
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
+from srtrl.drafters.suffix import Drafter as SuffixDrafter
+from srtrl.drafters.suffix import SuffixOptions
 from srtrl.recipe.file import validate_section
 
 BY_CHANCE = 1
@@ -95,8 +96,7 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
     decoding, told = DRAFTERS[name](), DRAFTERS[name]()
     run(decoding, request(), TEXT[:40])
     decoding.end_step()
-    prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
-    feed_drafter(told, [prompt])
+    feed_drafter(told, [recorded("", (1, 2), [TEXT[:40]])])
     for drafter in (decoding, told):
         start(drafter, {0: request()})
         observe(drafter, {0: TEXT[:12]})

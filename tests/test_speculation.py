@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from bench_cases import recorded
 from engine_cases import (
     PROMPTS,
     Completions,
@@ -22,7 +23,7 @@ from engine_cases import (
 )
 from scipy.stats import chisquare
 
-from srtrl.bench.recorded import RecordedPrompt, feed_drafter
+from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import StepCost
@@ -36,7 +37,7 @@ from srtrl.types import Completion, Request
 Texts = dict[tuple[int, ...], list[np.ndarray]]
 """Prompt -> responses."""
 
-NAMES = ("ngram", "srtrl.bench.suffix:Drafter", "history", "srt")
+NAMES = ("ngram", "suffix", "history", "srt")
 COST = StepCost(points=((8, 1.0), (16, 2.0)))
 STRANGE = np.array([[7] * 40, [0] * 40, [3, 4] * 20, range(40)], np.int32)
 NONSENSE: Texts = {prompt: list(STRANGE) for prompt in PROMPTS}
@@ -55,11 +56,8 @@ def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
     """A drafter of the package that has seen these responses."""
     drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
     drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
-    recorded = [
-        RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=texts)
-        for number, (prompt, texts) in enumerate(history.items())
-    ]
-    feed_drafter(drafter, recorded)
+    prompts = [recorded(str(number), *texts) for number, texts in enumerate(history.items())]
+    feed_drafter(drafter, prompts)
     return drafter
 
 

@@ -1,11 +1,10 @@
 """`srtrl trie`: the branches it counts, the rollout it decodes again, and what it says where there is nothing."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import bench_cases
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import recipe_text
 
-from srtrl.bench.recorded import RecordedPrompt
 from srtrl.report.runs import read_run
-from srtrl.report.trie_view import Branch, PromptHistory, grow_branches, read_history, replay_later
+from srtrl.report.trie_view import Branch, PromptHistory, decoded_response, grow_branches, read_history
 from srtrl.warm_start.training import train_tokenizer
 
 TEXTS = {
@@ -67,17 +65,12 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     assert f"20 tokens in {len(counts)} decode steps after the first token: {20 / len(counts):.2f} per" in result.stdout
 
 
-def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) -> None:
-    cases: list[tuple[tuple[Any, ...], list[int], str]] = [
-        ((), [1, 3], "step 4, sample 0"),  # without a prompt: the one with the most rollouts
-        (("sum", 3), [1], "step 3, sample 0"),
-        (("odd",), [1], "step 1, sample 1"),
-    ]
-    for arguments, steps, later in cases:
-        history = read_history(read_run(run), *arguments)
-        assert (history.earlier_steps, history.later_name) == (steps, later)
-        if not arguments:
-            assert (history.earlier.prompt_id, len(history.earlier.samples)) == ("sum", 4)
+def test_the_last_rollout_is_the_later_one_and_a_first_step_has_its_samples_in_turn(run: Path) -> None:
+    history = read_history(read_run(run))  # without a prompt: the one with the most rollouts
+    assert (history.earlier.prompt_id, len(history.earlier.samples)) == ("sum", 4)
+    assert (history.earlier_steps, history.later_name) == ([1, 3], "step 4, sample 0")
+    history = read_history(read_run(run), "odd")
+    assert (history.earlier_steps, history.later_name) == ([1], "step 1, sample 1")
 
 
 # --- The branches -----------------------------------------------------------------------------------------------------
@@ -86,15 +79,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
 def history_of(earlier: list[list[int]], later: list[int], *parts: tuple[int, int]) -> PromptHistory:
-    first, last = (
-        RecordedPrompt(
-            prompt_id="x",
-            prompt_token_ids=(1,),
-            samples=[np.array(text, np.int32) for text in texts],
-            extensions=dict.fromkeys(range(len(texts)), parts),
-        )
-        for texts in (earlier, [later])
-    )
+    first, last = (bench_cases.recorded("x", [1], texts, parts) for texts in (earlier, [later]))
     return PromptHistory(earlier=first, earlier_steps=[1], later=last, later_name="")
 
 
@@ -128,13 +113,12 @@ def test_branches_count_what_a_plain_count_finds_and_the_replay_gives_the_rollou
     assert new in ([], [later])
     if num_branches == 30:
         assert (later in earlier) == (not new)
-    steps, counts = replay_later(history)
-    assert [token for step in steps for token in step] == later[1:]
-    assert (counts.num_tokens, counts.steps) == (len(later) - 1, len(steps))
+    pieces = decoded_response(history, str).pieces
+    assert [token for text, _ in pieces for token in json.loads(text)] == later
 
 
 def test_turns_are_texts_of_their_own() -> None:
     """The policy says 5 5 5, reads 9 9, and says 9 9 9 7: no draft leads into a tool's output."""
     sample = [5, 5, 5, 9, 9, 9, 9, 9, 7]
-    steps, _ = replay_later(history_of([sample], sample, (3, 5)))
-    assert steps == [[5, 5], [9, 9, 9, 7]]
+    pieces = decoded_response(history_of([sample], sample, (3, 5)), str).pieces
+    assert pieces == [("[5]", 1), ("[5, 5]", 2), ("[9, 9, 9, 7]", 4)]

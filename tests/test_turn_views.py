@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from srtrl import generate
 from srtrl.bench.recorded import Recording, find_extensions, read_recorded
-from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings
+from srtrl.bench.replay_loop import Replay, ReplayCounts
 from srtrl.cli import app
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.evaluation.policy import majority_scores
@@ -123,16 +123,14 @@ def record(folder: Path, *samples: dict[str, Any], max_tokens: int = 100) -> Rec
 
 
 def replay(recording: Recording, drafter: Any, **settings: Any) -> ReplayCounts:
-    replaying = Replay(drafter, ReplaySettings(**settings))
-    replaying.run(recording)
-    return replaying.counts
+    return Replay(drafter, **settings).run(recording)
 
 
 def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
     drafter = Repeater()
     counts = replay(record(tmp_path, TURNS), drafter)
     # 5 is given, 5 5 is drafted and right. Then 9 9 is drafted and right and 9 comes with it; 9 9 is wrong, 7 comes.
-    assert (counts.num_tokens, counts.num_sequence_steps, counts.accepted) == (6, 3, {2: 2, 0: 1})
+    assert (counts.num_tokens, counts.num_sequence_steps) == (6, 3)
     assert (counts.steps, counts.steps_without_drafts, counts.num_observed_tokens) == (3, 6, 9)
     assert drafter.calls("start", "observe", "finish", "learn") == (
         "start 00, observe 00: [5], observe 00: [5, 5], finish 00: None, start 00', observe 00': [9, 9], "
@@ -153,17 +151,17 @@ def test_a_truncated_sample_ends_with_what_was_sampled(
     tmp_path: Path, max_tokens: int, tokens: int, extensions: tuple[tuple[int, int], ...]
 ) -> None:
     recording = record(tmp_path, TURNS, max_tokens=max_tokens)
-    ((prompt,),) = recording.steps
-    assert (prompt.samples[0].tolist(), prompt.extensions[0]) == (SAMPLE[:tokens], extensions)
-    assert recording.num_cut == (tokens < len(SAMPLE))
+    (([sample],),) = [[prompt.samples for prompt in prompts] for prompts in recording]
+    assert (sample.tokens.tolist(), sample.extensions) == (SAMPLE[:tokens], extensions)
+    assert sample.is_cut == (tokens < len(SAMPLE))
 
 
 def test_replay_and_trie_of_a_run_know_its_turns(run: Path) -> None:
     recording = read_recorded(run, tokenizer=None, max_tokens=1000)
     found = {
-        (prompt.prompt_token_ids, tuple(sample.tolist())): prompt.extensions.get(index, ())
-        for prompt in recording.steps[0]
-        for index, sample in enumerate(prompt.samples)
+        (prompt.prompt_token_ids, tuple(sample.tokens)): sample.extensions
+        for prompt in recording[0]
+        for sample in prompt.samples
     }
     for row in read_rollouts(run / "rollouts" / "step_000001.parquet").to_pylist():
         extensions = find_extensions(row["segment_kinds"], row["segment_lengths"])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from page_cases import check_pages
 from trie_reference import continuations
 
-from srtrl.bench.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie
 from srtrl.engine.engine import Engine, EngineOptions

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from srtrl.bench.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.draft_tree import DraftTree
+from srtrl.drafters.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.suffix_automaton import BLOCK, EDGE, NONE, ROOT, TARGET, edges_end, find_edge
 from srtrl.drafters.token_trie import TokenTrie
 from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, Rule

@@ -4,12 +4,8 @@
 them before they start.
 """
 
-import gzip
-import shutil
-import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,76 +28,68 @@ Extensions = tuple[tuple[int, int], ...]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RecordedSample:
+    """A response."""
+
+    tokens: Tokens
+    """Never empty."""
+    extensions: Extensions = ()
+    """Where the tokens of an environment are, in a sample of several turns."""
+    rng_key: int | None = None
+    """None where the rollouts are not those of a run of ours."""
+    is_cut: bool = False
+    """Whether it was longer, and was truncated."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RecordedPrompt:
     """A prompt and its samples."""
 
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
     """Never empty; prompts of one step differ in it."""
-    samples: list[Tokens]
-    """Response tokens of each sample, none of them empty, in the order of the file."""
-    extensions: dict[int, Extensions] = field(default_factory=dict)
-    """Index in `samples` -> where the tokens of an environment are, for samples of several turns."""
-    rng_keys: list[int] = field(default_factory=list)
-    """Of each sample; empty where the rollouts are not those of a run of ours."""
+    samples: list[RecordedSample]
+    """In the order of the file."""
+
+    def split(self, history: float) -> tuple["RecordedPrompt", "RecordedPrompt"]:
+        """The prompt with the first `history` (0 to 1) of its samples, rounded down, and with the others."""
+        count = int(history * len(self.samples) + 1e-9)  # 0.29 of 100 is 29
+        return replace(self, samples=self.samples[:count]), replace(self, samples=self.samples[count:])
+
+    def request(self, draw_index: int, sample_index: int, max_new_tokens: int) -> Request:
+        """A sample of the prompt that ends after `max_new_tokens` and nowhere else."""
+        return Request(
+            prompt_id=self.prompt_id,
+            prompt_token_ids=self.prompt_token_ids,
+            draw_index=draw_index,
+            sample_index=sample_index,
+            rng_key=make_rng_key(0, "train", draw_index, sample_index),
+            sampling=SamplingParams(max_new_tokens=max_new_tokens),
+            purpose="train",
+        )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Recording:
-    """The recorded rollouts of one file, or of one run."""
-
-    steps: list[list[RecordedPrompt]]
-    """One list of prompts for each training step, in order; a JSONL file is one step."""
-    is_retokenised: bool
-    """Whether tokens were made from text: nearly, but not always, the tokens that were sampled."""
-    num_cut: int
-    """Samples that were longer than `max_tokens` and were truncated."""
-
-    @property
-    def has_rng_keys(self) -> bool:
-        """Whether all samples are those of a run of ours, so that their noise is known."""
-        return all(prompt.rng_keys for prompts in self.steps for prompt in prompts)
-
-    def prompts(self) -> list[RecordedPrompt]:
-        """All prompts, each once, with its samples of all steps, the earliest first."""
-        return _merge(chain.from_iterable(self.steps))
-
-
-def make_request(
-    prompt: tuple[int, ...], draw_index: int, sample_index: int, max_new_tokens: int, *, prompt_id: str = ""
-) -> Request:
-    """A sample that ends after `max_new_tokens` and nowhere else."""
-    return Request(
-        prompt_id=prompt_id or str(draw_index),
-        prompt_token_ids=prompt,
-        draw_index=draw_index,
-        sample_index=sample_index,
-        rng_key=make_rng_key(0, "train", draw_index, sample_index),
-        sampling=SamplingParams(max_new_tokens=max_new_tokens),
-        purpose="train",
-    )
+Recording = list[list[RecordedPrompt]]
+"""One list of prompts for each training step of a run, in order; a JSONL file is one step."""
 
 
 def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt]) -> None:
     """Let a drafter learn recorded rollouts as completed samples, before it drafts for others."""
     for prompt in prompts:
-        completions = []
-        for index, sample in enumerate(prompt.samples):
-            request = make_request(prompt.prompt_token_ids, 0, index, len(sample), prompt_id=prompt.prompt_id)
-            completions.append(recorded_completion(request, sample, prompt.extensions.get(index, ())))
-        drafter.learn(completions)
+        requests = [prompt.request(0, index, len(sample.tokens)) for index, sample in enumerate(prompt.samples)]
+        drafter.learn([recorded_completion(*pair) for pair in zip(requests, prompt.samples, strict=True)])
     drafter.end_step()
 
 
-def recorded_completion(request: Request, tokens: Tokens, extensions: Extensions = ()) -> Completion:
+def recorded_completion(request: Request, sample: RecordedSample) -> Completion:
     """A recorded sample as a completion of the engine; log-probs were not recorded, and no drafter needs them."""
     return Completion(
         request=request,
-        token_ids=tokens.tolist(),
-        rollout_logprobs=[0.0] * len(tokens),
+        token_ids=sample.tokens.tolist(),
+        rollout_logprobs=[0.0] * len(sample.tokens),
         finish_reason="stop",
         policy_version=0,
-        extensions=extensions,
+        extensions=sample.extensions,
     )
 
 
@@ -119,7 +107,7 @@ def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Reco
         ValueError: No such file, a row that cannot be used, by file and line, or texts and no tokenizer.
     """
     try:
-        encoder = None if tokenizer is None else load_recorded_tokenizer(tokenizer)
+        encoder = None if tokenizer is None else load_tokenizer(tokenizer)
     except ValueError as error:
         raise ValueError(f"--tokenizer: {error}") from error
     files = [path]
@@ -130,52 +118,26 @@ def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Reco
         raise ValueError(f"{path}: no rows; expected rollouts as .jsonl or .parquet, or the folder of a run")
     recipe = next((one for one in (path, *path.parents[:2]) if (one / "recipe.yaml").is_file()), None)
     seed = None if recipe is None or path.suffix == ".jsonl" else read_source(recipe / "recipe.yaml").data.get("seed")
-    steps = [
-        _merge(_prompt_of(place, row, index, encoder, seed) for index, (place, row) in enumerate(of_step))
+    return [
+        merge_prompts(_prompt_of(*row, index, encoder, seed, max_tokens) for index, row in enumerate(of_step))
         for of_step in rows
     ]
-    num_cut = sum(_truncate(prompt, max_tokens) for prompt in chain.from_iterable(steps))
-    texts = (
-        (row.prompt_token_ids, *(one.token_ids for one in row.all_samples)) for of_step in rows for _, row in of_step
-    )
-    return Recording(steps=steps, is_retokenised=any(None in one for one in texts), num_cut=num_cut)
 
 
-def load_recorded_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """A tokenizer as `srtrl.model.weights.load_tokenizer` reads it; the vocabulary of a folder may be gzipped."""
-    packed = Path(path) / "tokenizer.json.gz"
-    if not packed.is_file():
-        return load_tokenizer(path)
-    with tempfile.TemporaryDirectory() as unpacked:
-        shutil.copytree(path, unpacked, dirs_exist_ok=True)
-        Path(unpacked, "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
-        return load_tokenizer(unpacked)
+def _truncated(sample: RecordedSample, max_tokens: int) -> RecordedSample:
+    """The sample with at most `max_tokens` tokens; it does not end within an extension."""
+    end = min([max_tokens, *(start for start, stop in sample.extensions if stop >= max_tokens)])
+    if end >= len(sample.tokens):
+        return sample
+    extensions = tuple(part for part in sample.extensions if part[1] < end)
+    return replace(sample, tokens=sample.tokens[:end], extensions=extensions, is_cut=True)
 
 
-def _truncate(prompt: RecordedPrompt, max_tokens: int) -> int:
-    """Truncate a prompt's samples, but not within an extension; returns the number of truncated ones."""
-    num_cut = 0
-    for index, sample in enumerate(prompt.samples):
-        extensions = prompt.extensions.get(index, ())
-        end = min([max_tokens, *(start for start, stop in extensions if stop >= max_tokens)])
-        if end < len(sample):
-            num_cut += 1
-            prompt.samples[index] = sample[:end]
-            prompt.extensions[index] = tuple(part for part in extensions if part[1] < end)
-    return num_cut
-
-
-def _merge(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
+def merge_prompts(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
     """Prompts with equal tokens become one prompt, in the place and with the id of the first."""
     merged: dict[tuple[int, ...], RecordedPrompt] = {}
     for prompt in prompts:
-        known = merged.setdefault(
-            prompt.prompt_token_ids,
-            RecordedPrompt(prompt_id=prompt.prompt_id, prompt_token_ids=prompt.prompt_token_ids, samples=[]),
-        )
-        known.extensions.update({len(known.samples) + index: parts for index, parts in prompt.extensions.items()})
-        known.samples.extend(prompt.samples)
-        known.rng_keys.extend(prompt.rng_keys)
+        merged.setdefault(prompt.prompt_token_ids, replace(prompt, samples=[])).samples.extend(prompt.samples)
     return list(merged.values())
 
 
@@ -237,22 +199,20 @@ def _read(path: Path) -> list[tuple[str, _Row]]:
 
 
 def _prompt_of(
-    place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None, seed: int | None
+    place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None, seed: int | None, max_tokens: int
 ) -> RecordedPrompt:
     prompt = row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)
-    samples, extensions = [], {}
+    samples = []
     for number, sample in enumerate(row.all_samples):
         token_ids = sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True)
-        samples.append(np.array(token_ids, np.int32))
-        if sample.segment_kinds:
-            extensions[number] = find_extensions(sample.segment_kinds, sample.segment_lengths or ())
-    return RecordedPrompt(
-        prompt_id=str(index if row.id is None else row.id),
-        prompt_token_ids=tuple(prompt),
-        samples=samples,
-        extensions=extensions,
-        rng_keys=[] if seed is None else [make_rng_key(seed, "train", row.draw_index, row.sample_index)],
-    )
+        whole = RecordedSample(
+            tokens=np.array(token_ids, np.int32),
+            extensions=find_extensions(sample.segment_kinds or (), sample.segment_lengths or ()),
+            rng_key=None if seed is None else make_rng_key(seed, "train", row.draw_index, row.sample_index),
+        )
+        samples.append(_truncated(whole, max_tokens))
+    prompt_id = str(index if row.id is None else row.id)
+    return RecordedPrompt(prompt_id=prompt_id, prompt_token_ids=tuple(prompt), samples=samples)
 
 
 def _encode(

@@ -1,5 +1,6 @@
 """`srtrl replay`: the decode steps that a drafter would have saved on recorded rollouts."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -7,25 +8,29 @@ import typer
 
 from srtrl.recipe.schema import MAX_WIDTH
 
+TokenizerFolder = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, if the rollouts are texts.")
+]
+History = Annotated[
+    float,
+    typer.Option(metavar="SHARE", help="Share of each prompt's samples that the drafter has seen before, below 1."),
+]
+
 
 def replay(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Rollouts: JSONL, a run's folder, or a Parquet file of its rollouts/."),
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Rollouts: a run's folder, Parquet of its rollouts/, or JSONL."),
     ],
     *,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, if FILE has texts.")
-    ] = None,
+    tokenizer: TokenizerFolder = None,
     drafter: Annotated[str, typer.Option(metavar="NAME", help="The drafter, as in rollout.drafter.")] = "srt",
     drafter_options: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the drafter; may be given more than once."),
     ] = None,
     draft_budget: Annotated[int, typer.Option(min=0, max=MAX_WIDTH, help="Maximum nodes of a draft.")] = 16,
-    history: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that the drafter knows.")
-    ] = 0.0,
+    history: History = 0.0,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens of a sample; the rest is dropped.")
     ] = 4000,
@@ -38,20 +43,33 @@ def replay(
 
     Recorded rollouts are decoded again, step by step. No model is needed: the tokens are known, and drafts are
     compared with them. The first token of each sample is not drafted. The output of tools between the turns of a
-    sample is read and not counted. The steps of a run are replayed in order, so each is history for the next; every
-    FILE begins with an empty drafter.
+    sample is read and not counted. The steps of a run are replayed in order, so each is history for the next.
     """
-    from srtrl.bench.replay_loop import ReplaySettings, replay_files
+    check_history(history)
+    from srtrl.bench.measure import format_cell, format_table
+    from srtrl.bench.recorded import read_recorded
+    from srtrl.bench.replay_loop import Replay, build_drafter
+    from srtrl.engine.engine import compile_kernels
 
+    built = build_drafter(drafter, drafter_options or ())
+    recording = read_recorded(file, tokenizer=tokenizer, max_tokens=max_tokens)
+    compile_kernels()
+    counts = Replay(built, draft_budget=draft_budget, history=history, noise=noise).run(recording)
+    if counts.num_sequence_steps == 0:
+        raise ValueError(f"{file}: nothing to decode: each sample has one token, and the first one is given")
+    row = counts.to_row()
+    if as_json:
+        settings = {"drafter": drafter, "drafter_options": built.options.model_dump(), "draft_budget": draft_budget}
+        settings |= {"history": history, "max_tokens": max_tokens, "noise": noise}
+        print(json.dumps(settings | row | {"drafter_metrics": built.take_metrics()}))
+        return
+    print(f"{file} with {drafter}, at most {draft_budget} nodes per draft, {history:g} as history\n")
+    print(format_table([{"figure": name.replace("_", " "), "value": format_cell(row[name])} for name in row]))
+    if tokenizer is not None:
+        print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
+
+
+def check_history(history: float) -> None:
+    """ValueError, unless it is a share that leaves samples to decode."""
     if not 0 <= history < 1:
         raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
-    settings = ReplaySettings(
-        drafter=drafter,
-        drafter_options=drafter_options or (),
-        draft_budget=draft_budget,
-        history=history,
-        tokenizer=tokenizer,
-        max_tokens=max_tokens,
-        noise=noise,
-    )
-    replay_files(files, settings, as_json=as_json)

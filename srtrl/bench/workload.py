@@ -1,13 +1,17 @@
 """What the engines of a benchmark decode: prompts, and the tokens that each sample gets."""
 
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from srtrl.bench.recorded import RecordedPrompt, Tokens, feed_drafter, make_request, read_recorded
+from srtrl.bench.measure import Row, compare_pairs
+from srtrl.bench.recorded import RecordedPrompt, RecordedSample, Tokens, feed_drafter, merge_prompts, read_recorded
 from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
@@ -15,6 +19,9 @@ from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.types import Completion, Request
+
+COUNTED = ("engine/decode_steps", "engine/tokens_per_decode_step", "engine/verified_per_decode_step")
+"""Metrics of the table."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,40 +45,24 @@ class Trace:
         """Generated tokens of one rollout."""
         return sum(request.sampling.max_new_tokens for request in self.requests)
 
-    def first_samples(self, num_samples: int) -> "Trace":
-        """The prompts of the first `num_samples` samples alone; all where there are fewer."""
-        return self.first_prompts(self.requests[min(num_samples, len(self.requests)) - 1].draw_index + 1)
-
-    def first_prompts(self, num_prompts: int) -> "Trace":
-        """The first prompts alone; all where there are fewer."""
-        requests = tuple(request for request in self.requests if request.draw_index < num_prompts)
-        return Trace(history=self.history[:num_prompts], requests=requests, responses=self.responses)
-
 
 def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
-    """Let the first `history` (0 to 1) of each prompt's samples be seen before, and the others be decoded.
-
-    Raises:
-        ValueError: No sample is left to decode.
-    """
+    """Let the first `history` (0 to 1) of each prompt's samples be seen before, and the others be decoded."""
     seen, requests, responses = [], [], {}
     for draw, prompt in enumerate(prompts):
-        num_seen = round(history * len(prompt.samples))
-        seen.append(replace(prompt, samples=prompt.samples[:num_seen]))
-        for index, token_ids in enumerate(prompt.samples[num_seen:]):
-            request = make_request(prompt.prompt_token_ids, draw, index, len(token_ids), prompt_id=prompt.prompt_id)
-            requests.append(request)
-            responses[request.rng_key] = token_ids
-    if not requests:
-        raise ValueError(f"--history: {history:g} of the samples leaves none to decode; lower it")
+        known, others = prompt.split(history)
+        seen.append(known)
+        for index, sample in enumerate(others.samples):
+            requests.append(prompt.request(draw, index, len(sample.tokens)))
+            responses[requests[-1].rng_key] = sample.tokens
     return Trace(history=tuple(seen), requests=tuple(requests), responses=responses)
 
 
 NUM_PROMPTS, NUM_SAMPLES = 128, 16
 NUM_WORDINGS = 3
-"""Of each generated prompt: its samples go along one of them and change at random places."""
-CHANGE, NEW_TOKEN = 0.06, 0.03
-"""Chances, at each token of a generated sample, that the wording changes and that nothing before has this token."""
+"""Of each generated prompt: each of its samples follows one of them."""
+NEW_TOKEN = 0.03
+"""Chance, at each token of a generated sample, that it is another one than that of the wording."""
 
 
 def generated_prompts(*, max_tokens: int, vocab_size: int) -> list[RecordedPrompt]:
@@ -83,50 +74,43 @@ def generated_prompts(*, max_tokens: int, vocab_size: int) -> list[RecordedPromp
     made = []
     for number in range(NUM_PROMPTS):
         prompt = tuple(generator.integers(0, vocab_size, generator.integers(32, 129)).tolist())
-        wordings = _zipf_tokens(generator, (NUM_WORDINGS, max_tokens), vocab_size)
+        wordings = generator.integers(0, vocab_size, (NUM_WORDINGS, max_tokens))
         samples = []
         for _ in range(NUM_SAMPLES):
             length = int(np.clip(generator.lognormal(np.log(0.6 * max_tokens), 0.3), 8, max_tokens))
-            chosen = generator.integers(0, NUM_WORDINGS, length)
-            last_change = np.maximum.accumulate(np.where(generator.random(length) < CHANGE, np.arange(length), 0))
-            tokens = wordings[chosen[last_change], np.arange(length)]
+            wording = wordings[generator.integers(NUM_WORDINGS), :length]
             is_new = generator.random(length) < NEW_TOKEN
-            samples.append(np.where(is_new, _zipf_tokens(generator, (length,), vocab_size), tokens).astype(np.int32))
+            tokens = np.where(is_new, generator.integers(0, vocab_size, length), wording)
+            samples.append(RecordedSample(tokens=tokens.astype(np.int32)))
         made.append(RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=samples))
     return made
 
 
-def _zipf_tokens(generator: np.random.Generator, shape: tuple[int, ...], vocab_size: int) -> Tokens:
-    """Token ids whose frequencies fall as those of words."""
-    token_ids: Tokens = (np.exp(generator.random(shape) * np.log(vocab_size)) - 1).astype(np.int32)
-    return token_ids
-
-
-def load_workload(
-    trace: Path | None, config: ModelConfig, *, tokenizer: str | None, max_tokens: int, history: float
-) -> Trace:
+def load_prompts(
+    trace: Path | None, config: ModelConfig, *, tokenizer: str | None, max_tokens: int
+) -> list[RecordedPrompt]:
     """What a benchmark decodes: the rollouts of `--trace`, or generated ones where none is given.
 
     Raises:
-        ValueError: The trace cannot be read, leaves nothing to decode, or is not for the model.
+        ValueError: The trace cannot be read, or is not for the model.
     """
     if trace is None:
-        prompts = generated_prompts(max_tokens=max_tokens, vocab_size=config.vocab_size)
-    else:
-        prompts = read_recorded(trace, tokenizer=tokenizer, max_tokens=max_tokens).prompts()
-        if any(any(prompt.extensions.values()) for prompt in prompts):
-            raise ValueError(
-                f"--trace: {trace} has samples of several turns, which benchmarks cannot decode again; "
-                f"`srtrl replay {trace}` counts their decode steps"
-            )
-    workload = share_out(prompts, history=history)
-    largest = max(max(*prompt.prompt_token_ids, *(int(one.max()) for one in prompt.samples)) for prompt in prompts)
+        return generated_prompts(max_tokens=max_tokens, vocab_size=config.vocab_size)
+    recording = read_recorded(trace, tokenizer=tokenizer, max_tokens=max_tokens)
+    prompts = merge_prompts(chain.from_iterable(recording))
+    if any(sample.extensions for prompt in prompts for sample in prompt.samples):
+        raise ValueError(
+            f"--trace: {trace} has samples of several turns, which benchmarks cannot decode again; "
+            f"`srtrl replay {trace}` counts their decode steps"
+        )
+    texts = (text for prompt in prompts for text in (prompt.prompt_token_ids, *(one.tokens for one in prompt.samples)))
+    largest = max(int(max(text)) for text in texts)
     if largest >= config.vocab_size:
         raise ValueError(
             f"--trace: token id {largest} is not in the model's vocabulary of {config.vocab_size}; choose a "
             "--model-shape of the family that the tokenizer belongs to"
         )
-    return workload
+    return prompts
 
 
 class TraceRunner:
@@ -187,9 +171,44 @@ def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:
     engine.take_metrics()
 
 
+def run_engine(engine: Engine, drafter: str, trace: Trace) -> dict[str, float]:
+    """One rollout, from the prompts to all tokens on the host: its seconds, and the engine's counts."""
+    prepare(engine, drafter, trace)
+    started = time.perf_counter()
+    completions = list(engine.generate(trace.requests))
+    seconds = time.perf_counter() - started
+    check_completions(completions, trace)
+    return {"seconds": seconds, **engine.take_metrics()}
+
+
 def check_completions(completions: Sequence[Completion], trace: Trace) -> None:
     """Assert that each completion is the recorded one, token for token."""
     assert len(completions) == len(trace.requests), "not all samples were decoded"
     for completion in completions:
         expected = trace.responses[completion.request.rng_key].tolist()
         assert completion.token_ids == expected, "the tokens are not those of the trace"
+
+
+def rows_of(runs: dict[str, list[dict[str, float]]], num_slots: int, trace: Trace) -> list[Row]:
+    """A row for each drafter; the first one is the baseline."""
+    rows: list[Row] = []
+    baseline: list[float] = []
+    for name, of_name in runs.items():
+        seconds = [run["seconds"] for run in of_name]
+        median = statistics.median(seconds)
+        num_steps, *means = (statistics.fmean(run[metric] for run in of_name) for metric in COUNTED)
+        row: dict[str, Any] = {
+            "slots": num_slots,
+            "sequences": len(trace.requests),
+            "drafter": name,
+            "seconds": median,
+            "tokens_per_second": trace.num_tokens / median,
+            "ms_per_step": 1000 * median / num_steps,
+            "tokens_per_step": means[0],
+            "verified_per_step": means[1],
+        }
+        if baseline:
+            row |= compare_pairs(baseline, seconds)
+        baseline = baseline or seconds
+        rows.append(row | {"runs": of_name})
+    return rows

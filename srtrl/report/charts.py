@@ -2,7 +2,6 @@
 
 import io
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -148,9 +147,10 @@ CHARTS = {
 
 def chart_style() -> AbstractContextManager[None]:
     """The look of all charts."""
+    from cycler import cycler
     from matplotlib import rc_context
 
-    return rc_context(STYLE)
+    return rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)})
 
 
 def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
@@ -169,10 +169,10 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(metrics)), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        for metric, colour in zip(metrics, colours_of(metrics), strict=True):
+        for metric in metrics:
             logged = [row for row in rows if metric in row]
             steps, values = [row["step"] for row in logged], [row[metric] for row in logged]
-            line = draw_line(axes, steps, values, label=metric, color=colour)
+            line = draw_line(axes, steps, values, label=metric)
             if f"{metric}_low" in logged[0]:
                 low, high = ([row[f"{metric}_{end}"] for row in logged] for end in ("low", "high"))
                 arms = [np.subtract(values, low), np.subtract(high, values)]
@@ -187,31 +187,19 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
         return to_svg(figure)
 
 
-def colours_of(metrics: Sequence[str]) -> list[str]:
-    """A colour for each metric of a chart, by its name: the same in all charts and runs, as far as colours suffice."""
-    taken: list[str] = []
-    for metric in metrics:
-        first = zlib.crc32(metric.encode()) % len(COLOURS)
-        ordered = COLOURS[first:] + COLOURS[:first]
-        taken.append(next((colour for colour in ordered if colour not in taken), ordered[0]))
-    return taken
-
-
 def inline(svg: str) -> str:
     """A picture as a part of a page: text and axes have the page's colour, and there is no background."""
     picture = svg[svg.index("<svg") :].replace("#000000", "currentColor").replace("fill: #ffffff", "fill: none")
     return re.sub(r"<svg ", '<svg fill="currentColor" role="img" ', picture, count=1)
 
 
-def draw_line(
-    axes: "Axes", steps: Sequence[float], values: Sequence[float], *, label: str, color: str | None = None
-) -> "Line2D":
+def draw_line(axes: "Axes", steps: Sequence[float], values: Sequence[float], *, label: str) -> "Line2D":
     """Draw a line, a long one as its moving average over a twentieth of the steps, over the values in a faint line."""
     marker = "o" if len(steps) <= 25 else ""
     half = len(values) // 40
     middle = slice(half, len(values) - half)
     averages = np.convolve(values, np.full(2 * half + 1, 1 / (2 * half + 1)), mode="valid")
-    (line,) = axes.plot(steps[middle], averages, marker=marker, markersize=3, label=label, color=color)
+    (line,) = axes.plot(steps[middle], averages, marker=marker, markersize=3, label=label)
     if half:
         axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
     return line

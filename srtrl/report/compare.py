@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 FREE_FIELDS = {"seed", "name", "output_dir", "log"}
 """Sections of a recipe in which the runs of a group may differ: what is learned depends on the seed alone."""
-SEED_ENDING = re.compile(r"([-_.](seed|s)?[-_.]?)?\d+$")
-"""The ending of run names such as `ppo_s0`, `ppo_s1`."""
 
 
 def command(
@@ -33,15 +31,12 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the metric over the steps into this file.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace FILE.svg, even if this command did not write it.")
-    ] = False,
 ) -> None:
     """Compare runs by one metric.
 
-    Runs that differ only in their seed share a row of the table, with mean, minimum and maximum. The figures are those
-    of the first and of the last step at which all runs of the row have the metric; `seconds` are those of all stages up
-    to there, without compilation. A narrow terminal shows fewer columns.
+    Runs that differ only in their seed share a row of the table, with mean, minimum and maximum. `before` and `after`
+    are the first and the last step at which all runs of the row have the metric; `seconds` are those of all stages up
+    to there, without compilation.
     """
     from rich.console import Console
 
@@ -51,7 +46,7 @@ def command(
 
     if out is not None and out.suffix != ".svg":
         raise ValueError(f"--out: expected a file name that ends in .svg, found {out}")
-    check_output("--out", out, f"<dc:title>{CREATOR}</dc:title>", force=force)
+    check_output("--out", out, f"<dc:title>{CREATOR}</dc:title>")
     read = [read_run(folder) for folder in runs]
     names = {name for run in read for row in run.rows for name in row}
     if metric is None:  # a task without verifier has no accuracy
@@ -59,7 +54,7 @@ def command(
     if metric not in names and f"{metric}/mean" in names:
         metric += "/mean"
     groups = group_runs(read, metric)
-    Console().print(comparison_table(groups, metric, Console().width))
+    Console().print(comparison_table(groups, metric))
     for run in read:
         if not run.is_finished:
             print(f"{run.folder} has done {run.num_steps} steps and is not finished")
@@ -72,10 +67,15 @@ def command(
 class RunGroup:
     """Runs of one recipe, by seed."""
 
-    label: str
     runs: "list[Run]"
+    """By seed."""
     values: list[dict[int, float]]
     """Of each run step -> metric, in order; step 0 is the policy before training."""
+
+    @property
+    def label(self) -> str:
+        """The folder of the first run stands for all."""
+        return str(self.runs[0].folder)
 
     @property
     def steps(self) -> list[int]:
@@ -95,20 +95,10 @@ def group_runs(runs: "Sequence[Run]", metric: str) -> list[RunGroup]:
     groups = []
     for members in grouped.values():
         members.sort(key=lambda run: run.recipe.seed)
-        label = members[0].recipe.name
-        groups.append(
-            RunGroup(
-                label=SEED_ENDING.sub("", label) or label if len(members) > 1 else label,
-                runs=members,
-                values=[values_of(run, metric) for run in members],
-            )
-        )
-    labels = [group.label for group in groups]
-    for group in groups:
-        if labels.count(group.label) > 1:
-            group.label = str(group.runs[0].folder)
+        group = RunGroup(members, [values_of(run, metric) for run in members])
         if not group.steps:
             raise ValueError(f"the runs of {group.label} have `{metric}` at no common step; leave one out")
+        groups.append(group)
     return groups
 
 
@@ -126,42 +116,31 @@ def values_of(run: "Run", metric: str) -> dict[int, float]:
     return values
 
 
-def comparison_table(groups: Sequence[RunGroup], metric: str, width: int) -> "Table":
-    """A row for each group: means over the seeds with minimum and maximum; in `width`, without the last columns."""
-    from rich.console import Console
+def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
+    """A row for each group: means over the seeds with minimum and maximum."""
     from rich.table import Table
 
     from srtrl.report.charts import STAGES
 
-    stages = [f"time/{stage}" for stage in STAGES[1:]]
-    rows = []
+    table = Table(title=f"{metric}: mean over seeds (minimum to maximum)")
+    table.add_column("run", overflow="fold")
+    for name in ("seeds", "steps", "before", "after", "seconds"):
+        table.add_column(name, justify="right")
     for group in groups:
         first, last = group.steps[0], group.steps[-1]
-        logged = [[row for row in run.rows if row["step"] <= last] for run in group.runs]
-        rows.append(
-            {
-                "run": group.label,
-                "before": _cell([values[first] for values in group.values], ".4g"),
-                "after": _cell([values[last] for values in group.values], ".4g"),
-                "change": _cell([values[last] - values[first] for values in group.values], "+.4g"),
-                "steps": f"{first} to {last}",
-                "seeds": ", ".join(str(run.recipe.seed) for run in group.runs),
-                "seconds": _cell([sum(row.get(name, 0) for row in one for name in stages) for one in logged], ",.0f"),
-                "response tokens": _cell([sum(row.get("tokens/response", 0) for row in one) for one in logged], ",.0f"),
-            }
+        seconds = [
+            sum(row.get(f"time/{stage}", 0) for row in run.rows if row["step"] <= last for stage in STAGES[1:])
+            for run in group.runs
+        ]
+        table.add_row(
+            group.label,
+            ", ".join(str(run.recipe.seed) for run in group.runs),
+            f"{first} to {last}",
+            _cell([values[first] for values in group.values], ".4g"),
+            _cell([values[last] for values in group.values], ".4g"),
+            _cell(seconds, ",.1f"),
         )
-    names = list(rows[0])
-    is_short = max(len(group.label) for group in groups) <= width // 2
-    while True:
-        table = Table(title=f"{metric}: mean over seeds (minimum to maximum)")
-        table.add_column("run", overflow="fold", no_wrap=is_short)
-        for name in names[1:]:
-            table.add_column(name, justify="right", overflow="fold")
-        for row in rows:
-            table.add_row(*(row[name] for name in names))
-        if names[-1] == "steps" or Console(width=10_000).measure(table).maximum <= width:
-            return table
-        names.pop()
+    return table
 
 
 def _cell(values: Sequence[float], digits: str) -> str:
@@ -179,11 +158,10 @@ def draw_comparison(groups: Sequence[RunGroup], metric: str) -> str:
         figure = Figure(figsize=(5.6, 3.2), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=metric)
         for group in groups:
-            num_runs = len(group.runs)
             means = [fmean(values[step] for values in group.values) for step in group.steps]
-            label = group.label if num_runs == 1 else f"{group.label} (mean of {num_runs})"
+            label = f"{group.label} (mean of {len(group.runs)})" if len(group.runs) > 1 else group.label
             line = draw_line(axes, group.steps, means, label=label)
-            for values in group.values if num_runs > 1 else ():
+            for values in group.values if len(group.runs) > 1 else ():
                 axes.plot(list(values), list(values.values()), color=line.get_color(), linewidth=0.8, alpha=0.4)
         axes.legend()
         return to_svg(figure)

@@ -15,7 +15,7 @@ from srtrl.metrics import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
-from srtrl.report.trie_view import DecodedResponse, decoded_response, text_decoder
+from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
 from srtrl.run.metrics import headline, run_figures
 
@@ -116,7 +116,7 @@ def _decoded(run: Run) -> DecodedResponse | None:
         decode = text_decoder(run)
     except ValueError:  # no checkpoint yet, and the model is elsewhere
         return None
-    return decoded_response(run, decode)
+    return decoded_response(read_history(run), decode)
 
 
 def _samples(run: Run) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:

@@ -12,19 +12,15 @@ def command(
     prompt: Annotated[
         str | None, typer.Option(metavar="ID", help="The prompt. [default: the one with the most rollouts]")
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(min=1, help="Step of the later rollout. [default: the last that sampled the prompt]")
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Maximum number of branches to show.")] = 40,
 ) -> None:
     """Show a prompt's trie, and how well it drafts.
 
-    The trie is built from the prompt's rollouts of all steps before STEP (if there are none, from the other samples of
-    STEP). Shown are its most frequent branches from the start of the response, and the path of the first rollout of
-    STEP. Then this rollout is decoded again with drafts from the trie.
+    The trie is built from the prompt's rollouts of all steps but the last (if there is one, from its other samples).
+    Shown are the branches that most rollouts have, and the path of the first rollout of the last step. Then this
+    rollout is decoded again with drafts from the trie.
     """
     from srtrl.report.runs import read_run
     from srtrl.report.trie_view import print_history, read_history, text_decoder
 
     read = read_run(run)
-    print_history(read_history(read, prompt, step), text_decoder(read), nodes)
+    print_history(read_history(read, prompt), text_decoder(read))

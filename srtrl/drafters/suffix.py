@@ -3,8 +3,7 @@
 After G. Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications": a global tree
 of earlier responses, a tree of the request's prompt and output. Each suffix of what matches in either gives a draft
 whose scores are shares of the occurrences; the draft with the largest sum of scores is taken. Here both trees are
-suffix automata, which match at any depth. It is a baseline for `srt`, and takes milliseconds of Python; the drafter's
-name is `srtrl.bench.suffix:Drafter`.
+suffix automata, which match at any depth. It is a baseline for `srt`, and takes milliseconds of Python.
 """
 
 from collections.abc import Iterator, Sequence
