@@ -27,7 +27,7 @@ from srtrl.run.checkpoint import (
     save_checkpoint,
 )
 from srtrl.run.folder import check_run_folder, open_run_folder
-from srtrl.trainer.optimizer import build_optimizer, state_tensors
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 ADAMW: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
@@ -39,7 +39,7 @@ def save(
     *,
     keep: int = 2,
     models: Sequence[nn.Module] = (),
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizers: Sequence[MasterAdamW] = (),
     ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Save the checkpoint of a step: of the policy, or of these models (and a critic) with their optimizers."""
@@ -54,7 +54,7 @@ def save(
         TrainerState(step=step, policy_version=step - 1, num_draws=5 * step),
         model=model,
         tensors={
-            name: state_tensors(optimizer, model.dtype)
+            name: optimizer.tensors(model.dtype)
             for name, optimizer in zip(names, optimizers or [build_optimizer(model, **ADAMW)], strict=False)
         },
         tokenizer=load_tokenizer(str(policy)),

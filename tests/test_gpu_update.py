@@ -10,7 +10,7 @@ from update_cases import make_recipe, make_sequences, update
 
 from srtrl.model.attention import PackedPlan, packed_attention_reference
 from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
-from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.optimizer import build_optimizer
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, r
         policy = make_tiny_policy(dtype=torch.float32, scale=4, hidden_size=16).to(device, dtype)  # heads of 8
         policy.gradient_checkpointing = recomputes and device == CUDA
         optimizer = build_optimizer(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
-        learned = gradient_holders(policy, optimizer)
+        learned = optimizer.holders(policy)
         before = [one.detach().cpu().clone() for one in learned]
         update(policy, optimizer, make_sequences(make_tiny_policy()), recipe)
         after = [one.detach().cpu() for one in learned]

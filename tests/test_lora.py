@@ -21,7 +21,7 @@ from update_cases import make_recipe as make_update_recipe
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe.schema import LoraSection
-from srtrl.trainer.lora import LoraAdamW, base_weights, build_lora_optimizer
+from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.trainer import Trainer
 from srtrl.trainer.update import run_optimizer_steps
@@ -34,7 +34,7 @@ LORA: dict[str, Any] = {"model__lora": {"rank": 4, "alpha": 12}, "train__learnin
 
 def make_optimizer(model: Transformer, seed: int = 0, **fields: Any) -> LoraAdamW:
     section = LoraSection.model_validate({"rank": 3, "alpha": 20, **fields})
-    return build_lora_optimizer(model, section, seed=seed, learning_rate=RATE, weight_decay=0.1, betas=(0.9, 0.99))
+    return LoraAdamW(model, section, seed=seed, lr=RATE, weight_decay=0.1, betas=(0.9, 0.99))
 
 
 def spread(optimizer: LoraAdamW) -> None:
@@ -134,7 +134,7 @@ def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps()
     assert optimizer.metrics() == pytest.approx(expected, rel=1e-5)
     assert norm > 1
     merged = [tensor.clone() for tensor in policy.parameters()]
-    with base_weights(optimizer):
+    with optimizer.base_weights():
         assert all(map(torch.equal, policy.parameters(), loaded.parameters()))
     assert all(map(torch.equal, policy.parameters(), merged))
     assert [tensor.data_ptr() for tensor in policy.parameters()] == addresses, "the decoder reads these"

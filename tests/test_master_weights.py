@@ -19,7 +19,7 @@ from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.objective import Objective
-from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes, gradient_holders
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
@@ -29,9 +29,9 @@ RATE = 1e-3
 BUDGET = 24
 
 
-def optimizer_of(model: nn.Module, **changes: float) -> MasterWeightAdamW:
+def optimizer_of(model: nn.Module, **changes: float) -> MasterAdamW:
     optimizer = build_optimizer(model, **{"learning_rate": RATE, **ADAMW, **changes})
-    assert isinstance(optimizer, MasterWeightAdamW)
+    assert isinstance(optimizer, MasterAdamW)
     return optimizer
 
 
@@ -100,7 +100,7 @@ def test_weights_are_those_of_float32_masters_to_the_bit(dtype: torch.dtype, tie
     assert len(list(pack(sequences, BUDGET, "cpu"))) > 2
     ours, by_hand, before = (make_policy(dtype=dtype, tied=tied, scale=8) for _ in range(3))
     optimizer = build_optimizer(ours, learning_rate=RATE, **ADAMW)
-    assert type(optimizer) is (torch.optim.AdamW if dtype == torch.float32 else MasterWeightAdamW)
+    assert bool(optimizer.master_of) == (dtype != torch.float32), "a float32 parameter is its own master"
     recipe = make_recipe(
         train__num_steps=1,
         train__num_epochs=4,
@@ -127,7 +127,7 @@ def test_small_updates_and_gradients_add_up() -> None:
     optimizer = optimizer_of(model, learning_rate=1e-4, weight_decay=0.0)
     for size in (256.0, *[0.5] * 8):  # a bfloat16 sum loses what is below 1/256 of it
         (model.weight * size).sum().backward()  # type: ignore[no-untyped-call]
-    (master,) = gradient_holders(model, optimizer)
+    (master,) = optimizer.holders(model)
     assert master.grad is not None
     assert float(master.grad) == 260.0
     optimizer.zero_grad()
@@ -153,9 +153,9 @@ def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient() -> None:
     loss = micro_batch_loss(policy, next(pack(make_sequences(make_policy()), BUDGET, "cpu")))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for parameter in parameters)
-    gradients = [one.grad for one in gradient_holders(policy, optimizer) if one.grad is not None]
+    gradients = [one.grad for one in optimizer.holders(policy) if one.grad is not None]
     assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, torch.float32) for one in parameters]
-    assert gradient_bytes(optimizer) == sum(one.nbytes for one in gradients)
+    assert optimizer.gradient_bytes == sum(one.nbytes for one in gradients)
     optimizer.step()
     assert all(one.grad is None for one in (*parameters, *optimizer.master_of.values())), "they are used up"
     assert addresses() == before
@@ -165,7 +165,7 @@ def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient() -> None:
 def test_optimizer_and_masters_are_freed_before_the_model() -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     first = optimizer_of(model)
-    (master,) = gradient_holders(model, first)
+    (master,) = first.holders(model)
     left: list[weakref.ref[Any]] = [weakref.ref(first), weakref.ref(master)]
     second = optimizer_of(model)
     (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ def test_optimizer_and_masters_are_freed_before_the_model() -> None:
     del first, master
     gc.collect()
     assert [one() for one in left] == [None, None]
-    (master,) = gradient_holders(model, second)
+    (master,) = second.holders(model)
     before = master.item()
     (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
     second.step()

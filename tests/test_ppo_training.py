@@ -15,7 +15,7 @@ from srtrl.model.value_model import load_value_model
 from srtrl.model.weights import load_model
 from srtrl.run.checkpoint import OPTIMIZER, read_state
 from srtrl.run.metrics import describe_step
-from srtrl.trainer.optimizer import build_optimizer, load_state
+from srtrl.trainer.optimizer import build_optimizer
 
 BFLOAT16 = PPO | {"model__dtype": "bfloat16"}
 
@@ -98,7 +98,7 @@ def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterr
     def refuse(tensors: dict[str, torch.Tensor], message: str) -> None:
         save_file(tensors, file, metadata)
         with pytest.raises(ValueError, match=rf"saved/optimizer: {message}; .*name=OTHER model\.path=.*saved$"):
-            load_state(optimizer, torch.bfloat16, tmp_path / "saved", OPTIMIZER)
+            optimizer.load(torch.bfloat16, tmp_path / "saved", OPTIMIZER)
 
     without = {name: one for name, one in tensors.items() if not name.endswith(".master")}
     refuse(without, r"it has no embedding\.master: it is of another model, or of another model\.dtype")
@@ -110,4 +110,4 @@ def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterr
     refuse(tensors, r"this model has no layers\.1\.\S+: it is of another model, or of another model\.dtype")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"saved/optimizer: .*name=OTHER"):
-        load_state(optimizer, torch.bfloat16, tmp_path / "saved", OPTIMIZER)
+        optimizer.load(torch.bfloat16, tmp_path / "saved", OPTIMIZER)

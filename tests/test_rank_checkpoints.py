@@ -28,7 +28,7 @@ from srtrl.run.checkpoint import (
     find_damage,
     latest_checkpoint,
 )
-from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_state, state_tensors
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 pytestmark = FORKED
 Writer = tuple[int, str, torch.dtype]
@@ -43,18 +43,18 @@ class Trained:
     """Policy and critic, and their optimizers."""
 
     models: tuple[Transformer, ValueModel]
-    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+    optimizers: tuple[MasterAdamW, MasterAdamW]
 
     @property
     def tensors(self) -> dict[tuple[str, str], Tensor]:
         """Each tensor of the two optimizers by name."""
         parts = zip((OPTIMIZER, CRITIC_OPTIMIZER), self.optimizers, strict=True)
-        states = [(owner, state_tensors(optimizer, self.models[0].dtype)) for owner, optimizer in parts]
+        states = [(owner, optimizer.tensors(self.models[0].dtype)) for owner, optimizer in parts]
         return {(owner, name): tensor for owner, state in states for name, tensor in state.items()}
 
     def load(self, path: Path) -> None:
         for name, optimizer in zip((OPTIMIZER, CRITIC_OPTIMIZER), self.optimizers, strict=True):
-            load_state(optimizer, self.models[0].dtype, path, name)
+            optimizer.load(self.models[0].dtype, path, name)
 
 
 def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> Trained:
@@ -102,7 +102,7 @@ def read(ranks: Ranks, policy: Path, folder: Path) -> int:
                 found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 assert torch.equal(found, numbers_of(name, tensor.shape)), (path, sharding, name)
                 count += 1
-            if isinstance(trained.optimizers[0], MasterWeightAdamW):
+            if isinstance(trained.optimizers[0], MasterAdamW):
                 masters = trained.optimizers[0].master_of
                 assert all(torch.equal(one, master.bfloat16()) for one, master in masters.items())
     return count

@@ -25,8 +25,8 @@ from srtrl.ranks.sharding import reshard, shard, unshard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
 from srtrl.trainer.critic import Critic, ValueObjective, update_critic, with_values
-from srtrl.trainer.lora import build_lora_optimizer
-from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.lora import LoraAdamW
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import with_logprobs
 from srtrl.types import TrainSequence
@@ -49,7 +49,7 @@ def arrays_of(name: str, tensors: Sequence[Tensor]) -> Arrays:
 def learn(
     ranks: Ranks,
     sharding: str,
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: build_optimizer(model, **ADAMW),
+    optimizer_of: Callable[[nn.Module], MasterAdamW] = lambda model: build_optimizer(model, **ADAMW),
     dtype: torch.dtype = torch.float32,
     num_groups: int = 3,
     **options: Any,
@@ -67,7 +67,7 @@ def learn(
     found = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     optimizer = optimizer_of(policy)
     metrics = update(policy, optimizer, sequences, recipe, ranks=ranks)
-    arrays = arrays_of("weights", gradient_holders(policy, optimizer)) | dict(zip("abcdefgh", found, strict=False))
+    arrays = arrays_of("weights", optimizer.holders(policy)) | dict(zip("abcdefgh", found, strict=False))
     if isinstance(optimizer, RecordingSGD):
         arrays |= arrays_of("gradient", [one for gradients in optimizer.gradients for one in gradients])
     return metrics, arrays
@@ -94,14 +94,14 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
     metrics = update_critic(critic, sequences, context)
     optimizer = build_optimizer(policy, **ADAMW)
     metrics |= update(policy, optimizer, sequences, recipe, ranks=ranks)
-    holders = {"critic": gradient_holders(model, critic.optimizer), "policy": gradient_holders(policy, optimizer)}
+    holders = {"critic": critic.optimizer.holders(model), "policy": optimizer.holders(policy)}
     return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
 
 
-def lora_of(model: nn.Module) -> torch.optim.Optimizer:
+def lora_of(model: nn.Module) -> MasterAdamW:
     assert isinstance(model, Transformer)
     section = LoraSection(rank=4)
-    return build_lora_optimizer(model, section, seed=0, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
+    return LoraAdamW(model, section, seed=0, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
 
 
 CASES: dict[str, Callable[[Ranks, str], Found]] = {

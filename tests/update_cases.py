@@ -17,6 +17,7 @@ from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.trainer.objective import PolicyObjective
+from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import update_policy, with_logprobs
 from srtrl.types import TrainSequence
@@ -113,7 +114,7 @@ def make_sequences(
 
 def update(
     policy: Transformer,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterAdamW,
     sequences: Sequence[TrainSequence],
     recipe: Recipe,
     *,
@@ -127,21 +128,22 @@ def update(
     return update_policy(PolicyObjective(policy, recipe), optimizer, sequences, context)
 
 
-class RecordingSGD(torch.optim.SGD):
+class RecordingSGD(MasterAdamW):
     """Plain gradient descent that keeps the gradients and learning rates it was given."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.0)
+        super().__init__([{"params": list(model.named_parameters())}], lr=0.0)
         self.gradients: list[list[Tensor]] = []
         self.rates: list[float] = []
 
-    def step(self, closure: Any = None) -> Any:
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Record, then descend."""
         parameters = self.param_groups[0]["params"]
         assert all(parameter.grad is not None for parameter in parameters), "every weight learns"
         self.gradients.append([parameter.grad.clone() for parameter in parameters])
         self.rates.append(self.param_groups[0]["lr"])
-        return super().step(closure)
+        torch._foreach_add_(parameters, self.gradients[-1], alpha=-self.rates[-1])
 
 
 CALLS: list[str] = []

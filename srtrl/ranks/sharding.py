@@ -1,7 +1,7 @@
 """`train.sharding: fsdp2`: a rank keeps its part of each weight, gradient and moment, and gathers weights to use them.
 
 torch's `fully_shard` does this, layer by layer. The parts are float32: for a bfloat16 model they are the master weights
-(see `MasterWeightAdamW`), and what a pass gathers is bfloat16. So the update gives what it gives without sharding.
+(see `MasterAdamW`), and what a pass gathers is bfloat16. So the update gives what it gives without sharding.
 """
 
 from __future__ import annotations

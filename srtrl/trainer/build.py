@@ -29,8 +29,8 @@ from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.draft_head import DraftHeadLearner
-from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
-from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.lora import LoraAdamW
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def make_optimizer(
     learning_rate: float,
     weight_decay: float,
     lora: LoraSection | None = None,
-) -> torch.optim.AdamW:
+) -> MasterAdamW:
     """AdamW with this learning rate and weight decay, for all weights or for `lora`; the rest is `train`'s.
 
     Raises:
@@ -102,35 +102,29 @@ def make_optimizer(
     """
     body = model.body if isinstance(model, ValueModel) else model
     check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
-    options: dict[str, Any] = {
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "betas": recipe.train.betas,
-    }
+    options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
     if lora is None:
-        return build_optimizer(model, **options)
-    return build_lora_optimizer(body, lora, seed=recipe.seed, **options)
+        return build_optimizer(model, learning_rate=learning_rate, **options)
+    optimizer = LoraAdamW(body, lora, seed=recipe.seed, lr=learning_rate, **options)
+    if (folder := find_adapter(recipe.model.path)) is not None:
+        optimizer.start_from(read_adapter(folder))
+    return optimizer
 
 
-def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> torch.optim.AdamW:
+def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> MasterAdamW:
     """The policy's optimizer; with `model.lora` that of A and B, which start from the adapter at `model.path`, if any.
 
     Raises:
         ValueError: as `make_optimizer`, or that adapter is not what `model.lora` says.
     """
-    train, adapter_folder = recipe.train, find_adapter(recipe.model.path)
-    optimizer = make_optimizer(
-        policy, recipe, learning_rate=train.learning_rate, weight_decay=train.weight_decay, lora=recipe.model.lora
-    )
-    if isinstance(optimizer, LoraAdamW) and adapter_folder is not None:
-        optimizer.start_from(read_adapter(adapter_folder))
-    return optimizer
+    rates = {"learning_rate": recipe.train.learning_rate, "weight_decay": recipe.train.weight_decay}
+    return make_optimizer(policy, recipe, **rates, lora=recipe.model.lora)
 
 
 def build_reference(recipe: Recipe, policy: Transformer, device: torch.device, ranks: Ranks) -> Transformer | None:
     """The frozen reference policy, or None where the KL coefficient is 0.
 
-    It is a second set of weights in memory; with LoRA it is the policy itself, inside `lora.base_weights`.
+    It is a second set of weights in memory; with LoRA it is the policy itself, inside `LoraAdamW.base_weights`.
     """
     if recipe.algorithm.kl.coefficient == 0:
         return None

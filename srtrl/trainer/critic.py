@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
@@ -15,6 +14,7 @@ from srtrl.recipe.schema import CriticSection
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import NonFiniteError, Objective, loss_metrics
+from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import UpdateContext, with_per_token
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
@@ -54,7 +54,7 @@ class Critic:
     """The value model and its training."""
 
     objective: ValueObjective
-    optimizer: torch.optim.Optimizer
+    optimizer: MasterAdamW
     """Of the model's parameters alone."""
 
     @property

@@ -22,7 +22,7 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import DRAFT_HEAD, load_tensors
-from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_holders, state_tensors
+from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import sum_gradients
 from srtrl.types import TrainSequence
 
@@ -99,7 +99,7 @@ class DraftHeadLearner:
         texts = Texts(*map(torch.cat, zip(*self._texts, strict=True))) if self._texts else None
         self._texts = []
         starts = torch.arange(0, len(texts.hidden) if texts else 0, STRIDE, device=self.head.norm.device)
-        holders = gradient_holders(self.head, self.optimizer)
+        holders = self.optimizer.holders(self.head)
         for part in range(NUM_STEPS):
             sums = torch.zeros(2, dtype=torch.float64, device=starts.device)  # loss, and tokens
             rows = starts[part::NUM_STEPS]
@@ -141,14 +141,13 @@ class DraftHeadLearner:
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of it: its own memory, to be read and written."""
         weights = {f"{name}.weight": parameter.detach() for name, parameter in self.head.named_parameters()}
-        return {"counts": self.head.counts, **weights, **state_tensors(self.optimizer, self.head.norm.dtype)}
+        return {"counts": self.head.counts, **weights, **self.optimizer.tensors(self.head.norm.dtype)}
 
     def load(self, checkpoint: Path) -> None:
         """Take back what a checkpoint holds; a head that the run did not have then stays fresh."""
         if (checkpoint / DRAFT_HEAD).is_dir():
             load_tensors(checkpoint, DRAFT_HEAD, self.tensors())
-            if isinstance(self.optimizer, MasterWeightAdamW):
-                self.optimizer.write_weights()
+            self.optimizer.write_weights()
 
     def _tempered(self, logits: Tensor) -> Tensor:
         """Logits in float32 (float64 stays) over the temperature."""

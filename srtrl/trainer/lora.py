@@ -8,7 +8,7 @@ W0, so that no rounding adds up. Hu et al., "LoRA" (2021), arXiv 2106.09685; A a
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
 from srtrl.model.weights import Adapter, fused_projections, write_merged
 from srtrl.recipe.schema import LoraSection
-from srtrl.trainer.optimizer import MasterWeightAdamW, allocate_state
+from srtrl.trainer.optimizer import MasterAdamW
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,7 +40,7 @@ class AdaptedMatrix:
     """[out, rank], in the same type."""
 
 
-class LoraAdamW(MasterWeightAdamW):
+class LoraAdamW(MasterAdamW):
     """Fused AdamW over A and B of the targeted matrices; after each step these are W0 + (alpha / rank) B A, rounded.
 
     Everything else in the model is frozen. A micro-batch's gradient of a matrix is projected as soon as `backward` has
@@ -54,7 +54,7 @@ class LoraAdamW(MasterWeightAdamW):
             model: The base model; it must not be sharded.
             section: Rank, alpha, targets, and where W0 is.
             seed: Of A, which is uniform as in PEFT, +-1 / sqrt(in). B is 0, so that the model does not change yet.
-            options: Of `torch.optim.AdamW`.
+            options: Of `torch.optim.AdamW`; A and B both have the weight decay.
         """
         check_rank(section, model.config)
         self.section = section
@@ -142,6 +142,9 @@ class LoraAdamW(MasterWeightAdamW):
             tensor.copy_(adapter.tensors[name])
         self.write_weights()
 
+    def _has_own_values(self, dtype: torch.dtype) -> bool:
+        return True
+
     def _adapt(self, fused: Tensor, modules: dict[str, int], generator: torch.Generator) -> Iterator[AdaptedMatrix]:
         """The targeted parts of a matrix of the model."""
         start = 0
@@ -198,25 +201,3 @@ def _project(parts: Sequence[AdaptedMatrix], scale: float, parameter: Tensor) ->
             added.mul_(scale)
             holder.grad = added if holder.grad is None else holder.grad.add_(added)
     parameter.grad = None
-
-
-def build_lora_optimizer(
-    model: Transformer,
-    section: LoraSection,
-    *,
-    seed: int,
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-) -> LoraAdamW:
-    """As `build_optimizer`, for A and B of the targeted matrices of `model`; both have the weight decay."""
-    is_computed = model.device.type != "meta"  # see `build_optimizer`
-    options = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas, "fused": is_computed}
-    optimizer = LoraAdamW(model, section, seed=seed, **options)
-    allocate_state(optimizer)
-    return optimizer
-
-
-def base_weights(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Around a pass of the reference policy: with LoRA the policy has its base weights inside the `with` block."""
-    return optimizer.base_weights() if isinstance(optimizer, LoraAdamW) else nullcontext()

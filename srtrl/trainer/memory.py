@@ -31,8 +31,8 @@ from srtrl.recipe.schema import ModelSection, Recipe
 from srtrl.run.place import is_empty, run_path
 from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, build_draft_head, number_of_slots
 from srtrl.trainer.draft_head import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
-from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
-from srtrl.trainer.optimizer import build_optimizer, gradient_bytes
+from srtrl.trainer.lora import LoraAdamW
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 DEFAULT_GPU_GIB = 80.0
 """Where there is no GPU. One that is sold as 80 GB has about 79 GiB."""
@@ -292,13 +292,11 @@ def _make_policy(config: ModelConfig, section: ModelSection) -> Transformer:
     return policy
 
 
-def _make_optimizer(
-    model: Transformer | ValueModel, section: ModelSection
-) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+def _make_optimizer(model: Transformer | ValueModel, section: ModelSection) -> tuple[MasterAdamW, list[Tensor]]:
     """The optimizer of a model that learns, and the tensors that it moves in the place of the model's own."""
     options: dict[str, Any] = {"learning_rate": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.999)}
     if section.lora is not None and isinstance(model, Transformer):
-        optimizer: torch.optim.AdamW = build_lora_optimizer(model, section.lora, seed=0, **options)
+        optimizer: MasterAdamW = LoraAdamW(model, section.lora, seed=0, lr=options.pop("learning_rate"), **options)
     else:
         optimizer = build_optimizer(model, **options)
     own = {id(parameter) for parameter in model.parameters()}
@@ -320,8 +318,8 @@ def _learner_bytes(config: ModelConfig, section: str, *, is_critic: bool = False
         "moments": sum(_num_bytes(state.values()) for state in optimizer.state.values()),
     }
     if isinstance(optimizer, LoraAdamW):
-        return kept, gradient_bytes(optimizer), _num_bytes(matrix.base for matrix in optimizer.matrices)
-    return kept, gradient_bytes(optimizer), weights
+        return kept, optimizer.gradient_bytes, _num_bytes(matrix.base for matrix in optimizer.matrices)
+    return kept, optimizer.gradient_bytes, weights
 
 
 def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
@@ -370,7 +368,7 @@ def _peak_bytes(config: ModelConfig, section: ModelSection, num_tokens: int) -> 
             logprobs, entropy = token_logprobs(hidden, policy.head_weight, tokens, temperature=1.0)
             (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
             del hidden, logprobs, entropy
-    return tracker.peak - _num_bytes([*policy.parameters(), *masters]) - gradient_bytes(optimizer)
+    return tracker.peak - _num_bytes([*policy.parameters(), *masters]) - optimizer.gradient_bytes
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

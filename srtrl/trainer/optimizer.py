@@ -6,6 +6,7 @@ The learning rate is a pure function of the optimizer step: nothing of it is sav
 import math
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,10 @@ from srtrl.run.checkpoint import load_tensors
 
 def build_optimizer(
     model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float = 1e-8
-) -> torch.optim.AdamW:
+) -> "MasterAdamW":
     """AdamW over all parameters of `model`; weight decay only on matrices (not on norms, biases or embeddings).
 
-    A model kept in a half type gets float32 master weights (`MasterWeightAdamW`). The groups have the parameters' names
-    (`param_names`), by which `state_tensors` names what a checkpoint holds. All memory of the state is taken here: a
-    step that ran out of it half-way would leave some weights moved and others not.
+    The groups have the parameters' names (`param_names`), by which `MasterAdamW.tensors` names what a checkpoint holds.
     """
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
@@ -36,60 +35,7 @@ def build_optimizer(
         for named, decay in ((matrices, weight_decay), (others, 0.0))
         if named  # torch takes an empty group for one without names
     ]
-    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
-    kind = MasterWeightAdamW if is_half else torch.optim.AdamW
-    is_computed = next(model.parameters()).device.type != "meta"  # where only sizes count, there are no fused kernels
-    optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=is_computed)
-    allocate_state(optimizer)
-    return optimizer
-
-
-def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors whose `.grad` the optimizer will use, in a fixed order: what is clipped and summed over the ranks."""
-    return optimizer.holders(model) if isinstance(optimizer, MasterWeightAdamW) else list(model.parameters())
-
-
-def allocate_state(optimizer: torch.optim.AdamW) -> None:
-    """Make the state that fused AdamW makes in its first step: step count (float32, on the device) and both moments."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-
-
-def state_tensors(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of an optimizer of `build_optimizer` by name: its own memory, to be read and written.
-
-    Where the groups hold other values than the model (masters of a model whose `dtype` is a half type, or adapters),
-    these are included: the model's own files do not have them. The names and shapes do not depend on sharding.
-    """
-    has_own = dtype in HALF_DTYPES or isinstance(optimizer, MasterWeightAdamW)
-    tensors: dict[str, Tensor] = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-            if has_own:
-                tensors[f"{name}.master"] = parameter.detach()
-    return {name: tensor if tensor.ndim else tensor.view(1) for name, tensor in tensors.items()}
-
-
-def load_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, checkpoint: Path, name: str) -> None:
-    """Read the state of an optimizer from the folder `name` of a checkpoint; see `load_tensors`."""
-    load_tensors(checkpoint, name, state_tensors(optimizer, dtype))
-    if isinstance(optimizer, MasterWeightAdamW):
-        optimizer.write_weights()
-
-
-def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built.
-
-    Of sharded parameters this rank's part.
-    """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return sum((part.to_local() if hasattr(part, "to_local") else part).nbytes for part in parameters)
+    return MasterAdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 
 
 def learning_rate_at(updates: UpdatePlan, step: int, number: int) -> float:
@@ -116,7 +62,7 @@ def learning_rate_at(updates: UpdatePlan, step: int, number: int) -> float:
     return peak
 
 
-class MasterWeightAdamW(torch.optim.AdamW):
+class MasterAdamW(torch.optim.AdamW):
     """Fused AdamW over float32 masters; after each step the model's tensors hold the masters, rounded.
 
     A bfloat16 number has 8 significant bits, so a weight moves only by steps of 1/256 of itself or more: an update of
@@ -125,23 +71,69 @@ class MasterWeightAdamW(torch.optim.AdamW):
     Bytes per parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
 
     The groups (`param_groups`) hold the masters: norms are taken and clipped there. A parameter that is wider than a
-    half type (a critic's head) is its own master. A micro-batch's gradient is added to the master's as soon as
-    `backward` has it, in float32, and freed, so that only one layer's bfloat16 gradient exists at a time. So there is
-    one optimizer for a model: a second one would get no gradients.
+    half type (all of a float32 model, a critic's head) is its own master. A micro-batch's gradient is added to the
+    master's as soon as `backward` has it, in float32, and freed, so that only one layer's bfloat16 gradient exists at a
+    time. So there is one optimizer for a model: a second one would get no gradients.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
-        """Arguments of `torch.optim.AdamW`; the groups are of the model's own parameters, with their names."""
+        """Take all memory of the state: a step that ran out of it half-way would leave some weights moved.
+
+        Args:
+            groups: Of the model's own parameters, with their names.
+            options: Of `torch.optim.AdamW`.
+        """
         self.master_of: dict[nn.Parameter, Tensor] = {}
         """The float32 master of each parameter of a half type."""
         masters = [
             {**group, "params": [(name, self._make_master(one)) for name, one in group["params"]]} for group in groups
         ]
-        super().__init__(masters, **options)
+        is_computed = all(one.device.type != "meta" for group in masters for _, one in group["params"])
+        super().__init__(masters, fused=is_computed, **options)  # where only sizes count, there are no fused kernels
+        for group in self.param_groups:  # as fused AdamW does in its first step: on the device, and in float32
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                }
 
     def holders(self, model: nn.Module) -> list[Tensor]:
-        """See `gradient_holders`: the masters in the order of `model.parameters()`."""
+        """The tensors whose `.grad` is used, in the order of `model.parameters()`: what is clipped and summed."""
         return [self.master_of.get(parameter, parameter) for parameter in model.parameters()]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients while there are any. Of sharded parameters this rank's part."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return sum((part.to_local() if hasattr(part, "to_local") else part).nbytes for part in parameters)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The state by name: its own memory, to be read and written.
+
+        Where the groups hold other values than the model, those of a model whose `dtype` is a half type, these are
+        included: the model's own files do not have them. The names and shapes do not depend on sharding.
+        """
+        tensors: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                tensors |= {f"{name}.{key}": value for key, value in self.state[parameter].items()}
+                if self._has_own_values(dtype):
+                    tensors[f"{name}.master"] = parameter.detach()
+        return {name: tensor if tensor.ndim else tensor.view(1) for name, tensor in tensors.items()}
+
+    def load(self, dtype: torch.dtype, checkpoint: Path, name: str) -> None:
+        """Read the state from the folder `name` of a checkpoint; see `load_tensors`."""
+        load_tensors(checkpoint, name, self.tensors(dtype))
+        self.write_weights()
+
+    def metrics(self) -> dict[str, float]:
+        """What a step logs of the optimizer."""
+        return {}
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        """Around a pass of the reference policy, where that is the model with the weights that it began with."""
+        return nullcontext()
 
     def hand_over_masters(self) -> None:
         """Make the masters the model's own tensors, as when training is over and what is not rounded is to be saved."""
@@ -170,7 +162,11 @@ class MasterWeightAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def write_weights(self) -> None:
         """Make the model's tensors the masters, rounded."""
-        torch._foreach_copy_(list(self.master_of), list(self.master_of.values()))
+        if self.master_of:
+            torch._foreach_copy_(list(self.master_of), list(self.master_of.values()))
+
+    def _has_own_values(self, dtype: torch.dtype) -> bool:
+        return dtype in HALF_DTYPES or bool(self.master_of)
 
     def _make_master(self, parameter: nn.Parameter) -> Tensor:
         """The tensor that the optimizer moves in the parameter's stead."""

@@ -45,10 +45,10 @@ from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.critic import update_critic, with_values
 from srtrl.trainer.evaluate import evaluate, training_evals
-from srtrl.trainer.lora import LoraAdamW, base_weights
+from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
 from srtrl.trainer.off_policy import load_earlier, off_policy_metrics, save_earlier
-from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
+from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
 from srtrl.trainer.update import update_policy, with_logprobs
@@ -160,11 +160,12 @@ class Trainer:
         decoder = "loading the decoder and the state of the run"
         with ranks.synchronized(decoder), explain_out_of_memory(decoder):
             # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
-            reserved_bytes = max(map(gradient_bytes, self.optimizers.values()))  # one model after the other learns
+            # One model after the other learns.
+            reserved_bytes = max(optimizer.gradient_bytes for optimizer in self.optimizers.values())
             head = None
             if self.draft_head is not None:
                 head = self.draft_head.head
-                reserved_bytes += gradient_bytes(self.draft_head.optimizer)
+                reserved_bytes += self.draft_head.optimizer.gradient_bytes
                 head.count(np.concatenate([prompt.token_ids for prompt in self.task.train_prompts]))
             self.engine = build.build_engine(
                 recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes, draft_head=head
@@ -218,7 +219,7 @@ class Trainer:
         self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
         self.draft_head = self.objective.draft_head = build.build_draft_head(recipe, self.policy)
         self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
-        self.optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: self.optimizer}
+        self.optimizers: dict[str, MasterAdamW] = {OPTIMIZER: self.optimizer}
         """By the name of their folder in a checkpoint."""
         if self.critic is not None:
             self.optimizers[CRITIC_OPTIMIZER] = self.critic.optimizer
@@ -290,7 +291,7 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Take back a checkpoint, whose weights are loaded: the optimizers, the drafter's rollouts and `state`."""
         for name, optimizer in self.optimizers.items():
-            load_state(optimizer, self.policy.dtype, checkpoint, name)
+            optimizer.load(self.policy.dtype, checkpoint, name)
         if self.draft_head is not None:
             self.draft_head.load(checkpoint)
         for drafts in (self.engine.head_drafts, self.engine.drafter):
@@ -343,7 +344,7 @@ class Trainer:
         if is_updated:
             with self._stage("update"), resharded(self.policy):
                 metrics |= update_policy(self.objective, self.optimizer, credit.sequences, context)
-                metrics |= self.optimizer.metrics() if isinstance(self.optimizer, LoraAdamW) else {}
+                metrics |= self.optimizer.metrics()
         self.engine.end_step(has_new_weights=is_updated)
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
@@ -359,7 +360,7 @@ class Trainer:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
         if self.reference is not None:
-            with self._stage("reference"), base_weights(self.optimizer):
+            with self._stage("reference"), self.optimizer.base_weights():
                 sequences = with_logprobs("ref_logprobs", self.reference, sequences, context)
         if self.recipe.algorithm.old_logprobs == "recompute":
             with self._stage("old_logprobs"):
@@ -425,7 +426,7 @@ class Trainer:
         adapter = None
         if isinstance(self.optimizer, LoraAdamW):
             adapter = self.optimizer.adapter(base_name(self.recipe.model.path))
-        tensors = {name: state_tensors(optimizer, self.policy.dtype) for name, optimizer in self.optimizers.items()}
+        tensors = {name: optimizer.tensors(self.policy.dtype) for name, optimizer in self.optimizers.items()}
         if self.draft_head is not None:
             tensors[DRAFT_HEAD] = self.draft_head.tensors()
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint

@@ -23,7 +23,7 @@ from srtrl.trainer.objective import (
     logprob_difference,
     response_logprobs,
 )
-from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
+from srtrl.trainer.optimizer import MasterAdamW, learning_rate_at
 from srtrl.trainer.passes import UpdateContext, shared_passes, sum_gradients, with_per_token
 from srtrl.types import TrainSequence
 
@@ -33,7 +33,7 @@ LOSS = "loss"
 
 def update_policy(
     objective: PolicyObjective,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterAdamW,
     sequences: Sequence[TrainSequence],
     context: UpdateContext,
 ) -> dict[str, float]:
@@ -103,7 +103,7 @@ def with_logprobs(
 
 def run_optimizer_steps(
     objective: Objective,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterAdamW,
     sequences: Sequence[TrainSequence],
     context: UpdateContext,
     updates: UpdatePlan,
@@ -150,7 +150,7 @@ def run_optimizer_steps(
         num_tokens += sum(lengths[: len(computed)])
         objective.before_step(computed, context, place)
         losses.append(_finite(loss, f"{place}: the loss ({objective.loss_name})"))
-        holders = gradient_holders(model, optimizer)
+        holders = optimizer.holders(model)
         sum_gradients(model, holders, context.ranks)
         norm = torch.nn.utils.clip_grad_norm_(holders, updates.max_grad_norm)
         grad_norms.append(_finite(norm, f"{place}: the gradient norm"))

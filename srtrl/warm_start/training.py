@@ -34,7 +34,7 @@ from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import evaluates_ends, held_out_prompts
 from srtrl.trainer.objective import Objective, response_logprobs
-from srtrl.trainer.optimizer import MasterWeightAdamW
+from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.update import run_optimizer_steps
@@ -227,14 +227,13 @@ def _fine_tune(
             f"loss {losses[-1]:.4f}  grad norm {metrics['grad_norm']:.2f}  "
             f"learning rate {metrics['learning_rate']:.2e}",
         )
-    if isinstance(optimizer, MasterWeightAdamW):
-        optimizer.hand_over_masters()
+    optimizer.hand_over_masters()
     end_sharding(model, keep=ranks.is_main)
     return losses, num_left_out
 
 
 def supervised_step(
-    objective: SupervisedObjective, optimizer: torch.optim.Optimizer, batch: list[TrainSequence], context: UpdateContext
+    objective: SupervisedObjective, optimizer: MasterAdamW, batch: list[TrainSequence], context: UpdateContext
 ) -> dict[str, float]:
     """Optimizer step `context.step` (from 1), on the mean negative log-prob of the batch's response tokens.
 
