@@ -17,9 +17,8 @@ from update_cases import make_policy
 from srtrl.model.attention import PackedPlan
 from srtrl.model.value_model import HEAD_FILE, ValueModel, load_value_model, save_value_model
 from srtrl.model.weights import load_model, save_model
-from srtrl.trainer.critic import update_critic, value_metrics, with_values
-from srtrl.trainer.objective import NonFiniteError
-from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.critic import update_critic, value_metrics, values_column
+from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
 from srtrl.types import TrainSequence
 
 VALUE_CLIPS: dict[str, dict[str, float]] = {"clipped_value": {"value_clip": 0.1}, "squared_error": {"value_clip": 0.2}}
@@ -58,7 +57,8 @@ def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, mic
     naive = copy.deepcopy(model)
     critic, optimizer = make_critic(model, recipe)
     context = UpdateContext(recipe=recipe, step=3)
-    found = [sequence.values for sequence in with_values(model, sequences, context) if sequence.values is not None]
+    filled = fill(values_column(model), sequences, context)
+    found = [sequence.values for sequence in filled if sequence.values is not None]
     assert [len(values) for values in found] == [len(sequence.advantages) for sequence in sequences]
     assert all(values.dtype == np.float32 for values in found)
     np.testing.assert_allclose(np.concatenate(found), padded_values(model, sequences).detach().numpy(), rtol=1e-6)
@@ -153,8 +153,8 @@ def test_a_value_that_is_no_number_stops_the_step() -> None:
     token = int(sequences[2].token_ids[sequences[2].num_prompt_tokens])  # the first that is read within a response
     with torch.no_grad():
         model.body.embedding[token] = float("nan")
-    with pytest.raises(NonFiniteError, match="step 7: a value by the critic is not a finite number"):
-        with_values(model, sequences, UpdateContext(recipe=make_critic_recipe(), step=7))
+    with pytest.raises(NonFiniteError, match="step 7: values has a number that is not finite"):
+        fill(values_column(model), sequences, UpdateContext(recipe=make_critic_recipe(), step=7))
 
 
 def test_a_loss_that_is_no_number_changes_no_weight() -> None:

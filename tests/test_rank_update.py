@@ -24,11 +24,11 @@ from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, shard, unshard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
-from srtrl.trainer.critic import Critic, ValueObjective, update_critic, with_values
+from srtrl.trainer.critic import Critic, ValueObjective, update_critic, values_column
 from srtrl.trainer.lora import LoraAdamW
+from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
-from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.update import with_logprobs
+from srtrl.trainer.passes import UpdateContext, fill
 from srtrl.types import TrainSequence
 
 pytestmark = FORKED
@@ -63,7 +63,8 @@ def learn(
         shard(reference.requires_grad_(False))
     sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=num_groups)
     context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
-    sequences = with_logprobs("ref_logprobs", reference, sequences, context)
+    column = logprobs_column("reference", "ref_logprobs", reference, recipe.rollout.temperature)
+    sequences = fill(column, sequences, context)
     found = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     optimizer = optimizer_of(policy)
     metrics = update(policy, optimizer, sequences, recipe, ranks=ranks)
@@ -90,7 +91,7 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
     assert recipe.critic is not None
     critic = Critic(objective=ValueObjective(model, recipe.critic), optimizer=build_optimizer(model, **ADAMW))
     context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
-    sequences = with_values(model, with_random_targets(sequences), context)
+    sequences = fill(values_column(model), with_random_targets(sequences), context)
     metrics = update_critic(critic, sequences, context)
     optimizer = build_optimizer(policy, **ADAMW)
     metrics |= update(policy, optimizer, sequences, recipe, ranks=ranks)

@@ -28,13 +28,8 @@ from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer import build
-from srtrl.trainer.objective import (
-    LogprobDifferenceError,
-    NonFiniteError,
-    PolicyObjective,
-    logprob_difference,
-    response_logprobs,
-)
+from srtrl.trainer.objective import LogprobDifferenceError, PolicyObjective, logprob_difference, response_logprobs
+from srtrl.trainer.passes import NonFiniteError
 from srtrl.trainer.trainer import Trainer
 from srtrl.trainer.update import mini_batches
 from srtrl.types import TrainSequence

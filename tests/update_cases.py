@@ -16,10 +16,10 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.objective import PolicyObjective
+from srtrl.trainer.objective import PolicyObjective, logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW
-from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.update import update_policy, with_logprobs
+from srtrl.trainer.passes import UpdateContext, fill
+from srtrl.trainer.update import update_policy
 from srtrl.types import TrainSequence
 
 NUM_GROUPS, NUM_SAMPLES = 3, 2
@@ -124,7 +124,8 @@ def update(
     """`update_policy` as the trainer calls it."""
     context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
     if recipe.algorithm.old_logprobs == "recompute":
-        sequences = with_logprobs("old_logprobs", policy, sequences, context)
+        column = logprobs_column("old_logprobs", "old_logprobs", policy, recipe.rollout.temperature)
+        sequences = fill(column, sequences, context)
     return update_policy(PolicyObjective(policy, recipe), optimizer, sequences, context)
 
 

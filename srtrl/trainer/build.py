@@ -27,10 +27,12 @@ from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
-from srtrl.trainer.critic import Critic, ValueObjective
+from srtrl.trainer.critic import Critic, ValueObjective, values_column
 from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.lora import LoraAdamW
+from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
+from srtrl.trainer.passes import Column
 from srtrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -152,6 +154,20 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
         model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
     )
     return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
+
+
+def build_columns(
+    recipe: Recipe, policy: Transformer, optimizer: MasterAdamW, reference: Transformer | None, critic: Critic | None
+) -> list[Column]:
+    """What passes compute before credit is assigned: the reference's log-probs, the policy's, and values."""
+    columns, temperature = [], recipe.rollout.temperature
+    if reference is not None:
+        columns.append(logprobs_column("reference", "ref_logprobs", reference, temperature, optimizer.base_weights))
+    if recipe.algorithm.old_logprobs == "recompute":
+        columns.append(logprobs_column("old_logprobs", "old_logprobs", policy, temperature))
+    if critic is not None:
+        columns.append(values_column(critic.model))
+    return columns
 
 
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:

@@ -13,9 +13,9 @@ from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import CriticSection
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import NonFiniteError, Objective, loss_metrics
+from srtrl.trainer.objective import Objective, loss_metrics
 from srtrl.trainer.optimizer import MasterAdamW
-from srtrl.trainer.passes import UpdateContext, with_per_token
+from srtrl.trainer.passes import Column, UpdateContext
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
@@ -73,19 +73,9 @@ def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:
     return values[packed.hidden_index]
 
 
-def with_values(model: ValueModel, sequences: Sequence[TrainSequence], context: UpdateContext) -> list[TrainSequence]:
-    """The sequences with the `values` of their response tokens, without gradient; all ranks share the work.
-
-    Raises:
-        NonFiniteError: a value is not finite.
-        ValueError: a sequence is longer than `train.micro_batch_tokens`.
-    """
-    filled = with_per_token("values", lambda packed: response_values(model, packed), model, sequences, context)
-    if not all(np.isfinite(sequence.values).all() for sequence in filled if sequence.values is not None):
-        raise NonFiniteError(
-            f"step {context.step}: a value by the critic is not a finite number; no weights of this step were changed"
-        )
-    return filled
+def values_column(model: ValueModel) -> Column:
+    """The critic's values of the response tokens; see `Column`."""
+    return Column(stage="values", field="values", model=model, forward=lambda packed: response_values(model, packed))
 
 
 def update_critic(critic: Critic, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:

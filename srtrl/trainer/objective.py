@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,15 +21,11 @@ from srtrl.recipe.schema import Recipe
 from srtrl.resolve import declared, resolve_part
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.draft_head import DraftHeadLearner
-from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.passes import Column, NonFiniteError, UpdateContext
 from srtrl.types import TrainSequence
 
 MIN_COMPARED_TOKENS = 64
 """With fewer tokens, one that bfloat16 rounds badly would move the mean of the log-prob differences to its limit."""
-
-
-class NonFiniteError(RuntimeError):
-    """A log-prob, a loss or a gradient is not a finite number; the weights were not changed by it."""
 
 
 class LogprobDifferenceError(RuntimeError):
@@ -176,6 +173,23 @@ def response_logprobs(
     if learn is not None:
         learn(hidden)
     return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
+
+
+def logprobs_column(
+    stage: str,
+    field: str,
+    model: Transformer,
+    temperature: float,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Column:
+    """The log-probs of the response tokens by a model, as `ref_logprobs` or `old_logprobs`; see `Column`."""
+    return Column(
+        stage=stage,
+        field=field,
+        model=model,
+        forward=lambda packed: response_logprobs(model, packed, temperature)[0],
+        around=around,
+    )
 
 
 def logprob_difference(

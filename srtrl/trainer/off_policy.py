@@ -19,8 +19,8 @@ from safetensors.numpy import save as to_safetensors
 from srtrl.engine.sampling import uniform_noise
 from srtrl.metrics import write_atomic
 from srtrl.model.transformer import Transformer
-from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.update import with_logprobs
+from srtrl.trainer.objective import logprobs_column
+from srtrl.trainer.passes import UpdateContext, fill
 from srtrl.types import FinishReason, Prefix, Request, SampleKey, TrainSequence
 
 FILE = "earlier_samples.safetensors"
@@ -96,7 +96,8 @@ def accept_prefixes(
         for request, prefix in zip(requests, offered, strict=True)
     ]
     accepted: dict[SampleKey, Prefix] = {}
-    computed = with_logprobs("old_logprobs", policy, sequences, context) if sequences else []
+    column = logprobs_column("acceptance", "old_logprobs", policy, context.recipe.rollout.temperature)
+    computed = fill(column, sequences, context) if sequences else []
     for request, prefix, sequence in zip(requests, offered, computed, strict=True):
         assert sequence.old_logprobs is not None
         log_ratio = sequence.old_logprobs - sequence.rollout_logprobs

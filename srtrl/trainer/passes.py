@@ -6,7 +6,7 @@ The micro-batches, and the order of their results, are those of one rank: result
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,10 @@ from srtrl.ranks.sharding import is_sharded
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.types import TrainSequence
+
+
+class NonFiniteError(RuntimeError):
+    """A log-prob, a loss or a gradient is not a finite number; the weights were not changed by it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -78,29 +82,44 @@ def shared_passes(
     passes.all_results = ranks.join(results, what)
 
 
-def with_per_token(
-    field_name: str,
-    forward: Callable[[PackedBatch], Tensor],
-    model: nn.Module,
-    sequences: Sequence[TrainSequence],
-    context: UpdateContext,
-) -> list[TrainSequence]:
-    """The sequences with `field_name` filled in, by passes of `model` without gradient.
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Column:
+    """A number for each response token that a pass computes before credit is assigned."""
+
+    stage: str
+    """Names its time, `time/<stage>`, and its place in errors."""
+    field: str
+    """Of `TrainSequence`, such as `ref_logprobs`."""
+    model: nn.Module
+    forward: Callable[[PackedBatch], Tensor]
+    """A pass of the model: the numbers of a micro-batch's response tokens, [R]."""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around the passes."""
+
+
+def fill(column: Column, sequences: Sequence[TrainSequence], context: UpdateContext) -> list[TrainSequence]:
+    """The sequences with a column filled in, by passes without gradient. All ranks share the work, and get the same.
 
     Args:
-        field_name: A field of `TrainSequence` with one number for each response token, such as `ref_logprobs`.
-        forward: A pass of `model`: the numbers of a micro-batch's response tokens, [R].
-        model: See `shared_passes`, also for the errors.
-        sequences: In order; all ranks have the same ones, and get the same numbers.
+        column: What is computed.
+        sequences: In order; all ranks have the same ones.
         context: See `shared_passes`.
+
+    Raises:
+        NonFiniteError: a number is not finite.
+        ValueError: as `shared_passes`, like its other errors.
     """
-    with torch.no_grad(), shared_passes(model, sequences, context, field_name) as passes:
+    with torch.no_grad(), column.around(), shared_passes(column.model, sequences, context, column.stage) as passes:
         for packed in passes.micro_batches:
-            passes.results[packed.first_sequence] = {field_name: forward(packed)}
-    numbers = torch.cat([part[field_name] for part in passes.all_results]).float().cpu().numpy()  # [R] of all sequences
+            passes.results[packed.first_sequence] = {column.field: column.forward(packed)}
+    numbers = torch.cat([part[column.field] for part in passes.all_results]).float().cpu().numpy()  # [R], all sequences
+    if not np.isfinite(numbers).all():
+        raise NonFiniteError(
+            f"step {context.step}: {column.field} has a number that is not finite; no weights of this step were changed"
+        )
     ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
     assert len(numbers) == ends[-1]
-    filled: list[dict[str, Any]] = [{field_name: part} for part in np.split(numbers, ends[:-1])]
+    filled: list[dict[str, Any]] = [{column.field: part} for part in np.split(numbers, ends[:-1])]
     return [replace(sequence, **changes) for sequence, changes in zip(sequences, filled, strict=True)]
 
 

@@ -43,15 +43,15 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
-from srtrl.trainer.critic import update_critic, with_values
+from srtrl.trainer.critic import update_critic
 from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.lora import LoraAdamW
-from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
+from srtrl.trainer.objective import LogprobDifferenceError, PolicyObjective
 from srtrl.trainer.off_policy import load_earlier, off_policy_metrics, save_earlier
 from srtrl.trainer.optimizer import MasterAdamW
-from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
 from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
-from srtrl.trainer.update import update_policy, with_logprobs
+from srtrl.trainer.update import update_policy
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -223,6 +223,7 @@ class Trainer:
         """By the name of their folder in a checkpoint."""
         if self.critic is not None:
             self.optimizers[CRITIC_OPTIMIZER] = self.critic.optimizer
+        self.columns = build.build_columns(recipe, self.policy, self.optimizer, self.reference, self.critic)
 
     def __enter__(self) -> Self:
         """Start everything that must be stopped; an earlier run is changed last, when nothing can refuse any more."""
@@ -355,19 +356,13 @@ class Trainer:
             self.checkpoint_if_due()
 
     def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
-        """Advantages of the kept samples, with the log-probs and values that the recipe needs."""
+        """Advantages of the kept samples, with the columns that the recipe needs (see `build.build_columns`)."""
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
-        if self.reference is not None:
-            with self._stage("reference"), self.optimizer.base_weights():
-                sequences = with_logprobs("ref_logprobs", self.reference, sequences, context)
-        if self.recipe.algorithm.old_logprobs == "recompute":
-            with self._stage("old_logprobs"):
-                sequences = with_logprobs("old_logprobs", self.policy, sequences, context)
-        if self.critic is not None:
-            with self._stage("values"):
-                sequences = with_values(self.critic.model, sequences, context)
+        for column in self.columns:
+            with self._stage(column.stage):
+                sequences = fill(column, sequences, context)
         return assign_credit(rollouts.kept, sequences, self.recipe, step=context.step)
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:

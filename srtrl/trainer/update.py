@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 
 from srtrl.model.attention import copy_to_device
-from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import UpdatePlan
 from srtrl.trainer.objective import (
-    NonFiniteError,
     Objective,
     PolicyObjective,
     logprob_difference,
-    response_logprobs,
 )
 from srtrl.trainer.optimizer import MasterAdamW, learning_rate_at
-from srtrl.trainer.passes import UpdateContext, shared_passes, sum_gradients, with_per_token
+from srtrl.trainer.passes import NonFiniteError, UpdateContext, shared_passes, sum_gradients
 from srtrl.types import TrainSequence
 
 LOSS = "loss"
@@ -83,22 +80,6 @@ def update_policy(
         metrics |= learned
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences if objective.needs_pass(sequence))
     return {**metrics, **objective.difference, "tokens/update": recipe.train.num_epochs * num_tokens}
-
-
-def with_logprobs(
-    field_name: str, model: Transformer, sequences: Sequence[TrainSequence], context: UpdateContext
-) -> list[TrainSequence]:
-    """The sequences with their response tokens' log-probs by `model` as `field_name` (`ref_logprobs`, `old_logprobs`).
-
-    Without gradient. All ranks share the work, and all get the same.
-
-    Raises:
-        ValueError: a sequence is longer than `train.micro_batch_tokens`.
-    """
-    temperature = context.recipe.rollout.temperature
-    return with_per_token(
-        field_name, lambda packed: response_logprobs(model, packed, temperature)[0], model, sequences, context
-    )
 
 
 def run_optimizer_steps(
