@@ -133,7 +133,6 @@ class HeadDrafts(NoHeadDrafts):
             table = self.tables[self._purpose]
             _learn(chains, verified.token_ids, offsets, table, stats.accepted_by_source[HEAD])
             stats.num_head_steps += 1
-            stats.head_seconds += self._last_seconds
             self._owners = NO_SLOTS
 
     def launch(self, batch: Batch, slots: Int64Array, seconds_per_token: float) -> None:
