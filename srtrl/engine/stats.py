@@ -14,9 +14,6 @@ from srtrl.engine.verify import Verified
 MAX_DEPTH = 8
 """Acceptance is reported for depths of the draft trees up to this."""
 
-HEAD, DRAFTER = 0, 1
-"""Sources of drafts where there is a draft head."""
-
 STAGES = {
     "schedule": "draft",
     "propose": "draft",
@@ -74,8 +71,8 @@ class EngineStats:
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
     num_head_steps: int = 0
     """Steps in which the draft head ran."""
-    accepted_by_source: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 1 + MAX_DEPTH), np.int64))
-    """[2, 1 + MAX_DEPTH], with a draft head: drafts of each source, and those that have the next 1, 2, ... tokens."""
+    head_accepted: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1 + MAX_DEPTH, np.int64))
+    """[1 + MAX_DEPTH], the draft head's guesses, and those that have the next 1, 2, ... tokens."""
     num_run_ahead_rows: int = 0
     num_draws: int = 0
     """Draws whose first sample was added."""
@@ -135,10 +132,9 @@ class EngineStats:
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts
         if self.num_head_steps:
             metrics["engine/head_steps_share"] = self.num_head_steps / self.num_steps
-            for source, row in (("head", HEAD), ("drafter", DRAFTER)):
-                num_drafts, *counts = self.accepted_by_source[row].tolist()
-                for depth, count in enumerate(counts, 1):
-                    metrics[f"engine/{source}_acceptance_depth_{depth}"] = count / max(num_drafts, 1)
+            num_guesses, *counts = self.head_accepted.tolist()
+            for depth, count in enumerate(counts, 1):
+                metrics[f"engine/head_acceptance_depth_{depth}"] = count / max(num_guesses, 1)
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
