@@ -84,7 +84,7 @@ class Conversations:
                 raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
             self._max_threads = NUM_THREADS if limit is None else min(NUM_THREADS, limit)
             self._num_threads, self._idle = 0, threading.Semaphore(0)
-            stack.callback(lambda: [self._queue.put(None) for _ in range(self._num_threads)])
+            stack.callback(self._end_threads)
             self._stack = stack.pop_all()
         return self
 
@@ -331,6 +331,10 @@ class Conversations:
         results = [problem or ("not_run", "another call of this turn cannot be run") for problem in problems]
         errors = [f"error: {message}" for _, message in results]
         return turn, Step(observation=errors, outcomes=[outcome for outcome, _ in results])
+
+    def _end_threads(self) -> None:
+        for _ in range(self._num_threads):
+            self._queue.put(None)
 
     def _answer_turns(self) -> None:
         """The body of each thread: call environments. The semaphore counts the threads that wait for a turn."""

@@ -112,12 +112,12 @@ def _send(connection: socket.socket, message: object) -> None:
 
 
 def _limit_memory() -> None:
-    """Lower the limits of data, and of the address space: shared mappings are no data."""
+    """Lower the limits of data and of the address space (shared mappings are no data), unless they are lower."""
     mapped = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    for kind, num_bytes in ((resource.RLIMIT_DATA, 0), (resource.RLIMIT_AS, mapped)):
-        num_bytes, (_, hard_limit) = num_bytes + MEMORY_LIMIT_BYTES, resource.getrlimit(kind)
-        if hard_limit == resource.RLIM_INFINITY or hard_limit > num_bytes:
-            resource.setrlimit(kind, (num_bytes, hard_limit))
+    for kind, limit in ((resource.RLIMIT_DATA, MEMORY_LIMIT_BYTES), (resource.RLIMIT_AS, mapped + MEMORY_LIMIT_BYTES)):
+        _, hard_limit = resource.getrlimit(kind)
+        if hard_limit == resource.RLIM_INFINITY or hard_limit > limit:
+            resource.setrlimit(kind, (limit, hard_limit))
 
 
 def _grade(functions: IsolatedFunctions, sample: RewardInput) -> dict[str, Any]:
