@@ -9,7 +9,7 @@ import platform
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-import yaml
+from ruamel.yaml import YAML
 
 from srtrl.environments.python_worker import ALLOWED_CALLS, ALLOWED_VALUES
 
@@ -76,7 +76,7 @@ def attempts(text: str) -> Attack:
     return Attack(PRELUDE + code, output="refused")
 
 
-PROGRAMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+PROGRAMS = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))
 MADE = {
     "double fork and setsid": Attack(
         PRELUDE + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",
