@@ -83,8 +83,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     from srtrl.trainer.build import choose_device
 
     yield "algorithm.advantage", partial(_check_advantage, recipe)
-    for option, number, *call in _trials(recipe):
-        yield f"{option}{number}", partial(_try, option, *call)
+    for key, *call in _trials(recipe):
+        yield key, partial(_try, key.rstrip(".0123456789"), *call)
     yield "algorithm.filter_options", partial(_check_filter_options, recipe.algorithm)
     yield "rewards", partial(resolve_rewards, recipe.rewards)
     yield "task.name", partial(check_task, recipe)
@@ -128,7 +128,6 @@ def _try(
     given: Mapping[str, Any],
     offered: Mapping[str, Any],
     options: Mapping[str, Any],
-    check: Callable[[str, str, object, Any], None],
 ) -> None:
     """Call a function that the recipe names as the trainer will, on made-up data.
 
@@ -139,11 +138,12 @@ def _try(
         given: By name.
         offered: By name, where the function declares them.
         options: Of the recipe.
-        check: Refuses a result; it gets the first argument, too.
 
     Raises:
         ValueError: the function takes other arguments, raises, or returns something else.
     """
+    from srtrl.trainer.credit import check_returned
+
     if both := options.keys() & {*given, *offered}:
         instead = f"set algorithm.{min(both)} instead" if min(both).startswith("clip_") else "the trainer gives it"
         raise ValueError(f"{option}_options.{min(both)}: {instead}")
@@ -157,7 +157,16 @@ def _try(
     with Caught() as caught:
         returned = function(*arguments, **keywords)
     _report(caught.error, f"{where}`{name}` with {dict(options)}" if options else f"`{name}`")
-    check(option, name, returned, arguments[0])
+    is_loss, values = option in ("algorithm.loss", "critic.value_loss"), {"it returned": returned}
+    if is_loss:
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+            expected = "(token_loss, metrics), a tensor and a dictionary of tensors"
+            raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(returned)}")
+        values = {"its loss": returned[0], **returned[1]}
+    for what, value in values.items():
+        check_returned(option, name, value, arguments[0], what)
+    if is_loss and not returned[0].requires_grad:
+        raise ValueError(f"{option}: `{name}` returned a loss without gradient (detached?)")
 
 
 def _report(error: BaseException | None, what: str) -> None:
@@ -169,10 +178,8 @@ def _report(error: BaseException | None, what: str) -> None:
 
 
 def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
-    """For each function of tensors that a recipe names: the option, its number in a list, and a call of `_try`."""
+    """For each function of tensors that a recipe names, but the advantage: its key, and what `_try` takes."""
     import torch
-
-    from srtrl.trainer.credit import check_mask
 
     algorithm, critic = recipe.algorithm, recipe.critic
     logprobs = torch.tensor([-0.5, -1.5, -1.0, -2.0], requires_grad=True)  # [R], of two sequences
@@ -181,46 +188,15 @@ def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
     offered: dict[str, Any] = {"entropy": -logprobs, "rollout_logprobs": numbers}
     offered |= {"ref_logprobs": numbers} if algorithm.kl.coefficient > 0 else {}
     losses = [logprobs, numbers, numbers + 1, index]
-    yield "algorithm.loss", "", algorithm.loss, losses, clip, offered, algorithm.loss_options, _check_loss
-    yield "algorithm.kl.estimator", "", algorithm.kl.estimator, [logprobs, numbers], {}, {}, {}, _check_tensor
-    given = {"sequence_lengths": torch.tensor([2, 2]), "max_new_tokens": recipe.rollout.max_new_tokens}
-    is_number = partial(_check_tensor, shape=())
-    yield "algorithm.reduction", "", algorithm.reduction, [logprobs, index], given, {}, {}, is_number
+    lengths = {"sequence_lengths": torch.tensor([2, 2]), "max_new_tokens": recipe.rollout.max_new_tokens}
+    yield "algorithm.loss", algorithm.loss, losses, clip, offered, algorithm.loss_options
+    yield "algorithm.kl.estimator", algorithm.kl.estimator, [logprobs, numbers], {}, {}, {}
+    yield "algorithm.reduction", algorithm.reduction, [logprobs, index], lengths, {}, {}
     if critic is not None:
-        given = {"value_clip": critic.value_clip}
-        yield "critic.value_loss", "", critic.value_loss, losses, given, {}, {}, _check_loss
-
-    rewards, options = _made_up_rewards(recipe), algorithm.filter_options
+        yield "critic.value_loss", critic.value_loss, losses, {"value_clip": critic.value_clip}, {}, {}
+    rewards = torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)  # [G, S]
     for number, name in enumerate(algorithm.filters):
-        yield "algorithm.filters", f".{number}", name, [rewards, rewards > 0], {}, options, {}, check_mask
-
-
-def _check_tensor(
-    option: str, name: str, value: object, tokens: Any, what: str = "it returned", shape: tuple[int, ...] | None = None
-) -> None:
-    """Refuse what a function has returned unless it is a tensor of that shape, by default one number per token."""
-    shape = tuple(tokens.shape) if shape is None else shape
-    if not isinstance(value, type(tokens)) or value.shape != shape:
-        expected = f"one number{' per token' if shape else ''}, a tensor of shape {shape}"
-        raise ValueError(f"{option}: `{name}` must return {expected}; {what}: {describe_value(value)}")
-
-
-def _check_loss(option: str, name: str, returned: object, tokens: Any) -> None:
-    """Refuse what a loss has returned unless it is a loss with a gradient, and metrics."""
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
-        expected = "(token_loss, metrics), a tensor and a dictionary of tensors"
-        raise ValueError(f"{option}: `{name}` must return {expected}; it returned: {describe_value(returned)}")
-    for what, value in {"its loss": returned[0], **returned[1]}.items():
-        _check_tensor(option, name, value, tokens, what)
-    if not returned[0].requires_grad:
-        raise ValueError(f"{option}: `{name}` returned a loss without gradient (detached?)")
-
-
-def _made_up_rewards(recipe: Recipe) -> Any:
-    """Rewards of two groups, [2, S] float64."""
-    import torch
-
-    return torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)
+        yield f"algorithm.filters.{number}", name, [rewards, rewards > 0], {}, algorithm.filter_options, {}
 
 
 def _check_advantage(recipe: Recipe) -> None:
@@ -228,7 +204,6 @@ def _check_advantage(recipe: Recipe) -> None:
     import torch
 
     from srtrl.algorithms.advantages import is_token_level, needs_critic
-    from srtrl.trainer.credit import check_advantages
 
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
@@ -243,7 +218,7 @@ def _check_advantage(recipe: Recipe) -> None:
         problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)
-    rewards = _made_up_rewards(recipe)  # [G, S]
+    rewards = torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)  # [G, S]
     arguments, given = [rewards], {}
     if is_token_level(function):  # of responses of one token, [B, 1]
         arguments = [rewards.reshape(-1, 1), rewards.reshape(-1, 1), rewards.reshape(-1, 1) >= 0]
@@ -253,7 +228,7 @@ def _check_advantage(recipe: Recipe) -> None:
     weights = {reward.name.rpartition(":")[2]: reward.weight for reward in recipe.rewards}
     offered = {"reward_terms": dict.fromkeys(weights, rewards), "reward_weights": weights, "correct": rewards > 0}
     offered |= {"lengths": torch.ones_like(rewards).long(), "prompt_ids": ["one", "two"], "step": 1}
-    _try("algorithm.advantage", name, arguments, given, offered, algorithm.advantage_options, check_advantages)
+    _try("algorithm.advantage", name, arguments, given, offered, algorithm.advantage_options)
 
 
 def _check_filter_options(algorithm: AlgorithmSection) -> None:

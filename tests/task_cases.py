@@ -23,6 +23,12 @@ def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
+def cases_in(name: str) -> list[str]:
+    """The lines of a file in `tests/answers`, with ⏎ for a line break and ␣ for a space at the end."""
+    text = (Path(__file__).parent / "answers" / name).read_text(encoding="utf-8")
+    return [line.replace("⏎", "\n").replace("␣", " ") for line in text.splitlines()]
+
+
 def wait_until(is_so: Callable[[], bool], what: str = "it has not happened", seconds: float = 60) -> None:
     """Wait for what other processes and threads do; the limit is that of a hang, and not of a busy machine."""
     deadline = time.monotonic() + seconds

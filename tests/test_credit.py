@@ -110,7 +110,9 @@ def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
     ]
     for filters, kept in table:
         assert [one.draw_index for one in filter_groups(groups, filters, {"limit": 0.9})] == kept, filters
-    with pytest.raises(ValueError, match=r"algorithm\.filters: test_credit:one_number must return a bool for each of"):
+    with pytest.raises(
+        ValueError, match=r"algorithm\.filters: `test_credit:one_number` must return a bool for each of"
+    ):
         filter_groups(groups, ["test_credit:one_number"])
 
 

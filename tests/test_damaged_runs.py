@@ -138,20 +138,26 @@ def test_a_damaged_run_gives_one_clear_line(row: str, run: Path, monkeypatch: py
             assert result.stderr.count("\n") == 1, (way, command)
 
 
-def test_a_run_of_an_earlier_version_is_read_but_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has another layout, and neither manifests nor a checksum of the recipe."""
+@pytest.mark.parametrize("version", [2, 5])
+def test_a_run_of_an_earlier_version_is_read_but_not_resumed(
+    version: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has another layout, other manifests or none, and no checksum of the recipe."""
     monkeypatch.chdir(run.parent)
     (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().partition("\n")[2])
     for folder in (run / "checkpoints").iterdir():
-        (folder / "manifest.json").unlink()
+        manifest = folder / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b"crc32", b"sha256"))
+        if version == 2:
+            manifest.unlink()
         state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
+        (folder / "state.json").write_text(json.dumps(state | {"format": version}))
     (run / ".lock").write_bytes(b"")
     for command, options in COMMANDS.items():
         result = call(command, run, *options)
         if command == "train":
             advice = f"begin a new run from its weights with name=OTHER model.path={run / LAST}"
-            assert f"format 2, but this version of srtrl reads {FORMAT}; {advice}" in result.stderr
+            assert f"format {version}, but this version of srtrl reads {FORMAT}; {advice}" in result.stderr
         else:
             assert (result.exit_code, result.stderr) == (0, ""), (command, result.exception)
 

@@ -287,14 +287,22 @@ def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_alway
         assert "error: RuntimeError: raise this" in TOKENIZER.decode(extension)
 
 
-def test_a_late_answer_adds_no_thread_and_waiting_for_one_is_not_counted_as_time() -> None:
+def test_threads_are_started_when_needed_and_waiting_for_one_is_not_counted_as_time() -> None:
     before = threading.enumerate()  # some wait for the steps of earlier tests
 
     def num_threads() -> int:
         return sum(thread.name == "environment" for thread in threading.enumerate() if thread not in before)
 
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        assert num_threads() == 1  # of the event loop
+        for sample in range(3):
+            ask(conversations, completion_of(encode("one"), sample=sample))
+        assert num_threads() == 2
+        for sample in range(3, 6):
+            conversations.submit_turn(completion_of(encode("wait0.1"), sample=sample), PROMPT)
+        answers_of(conversations)
+        assert num_threads() == 4
     with Conversations(section_of(Serial), TOKENIZER) as conversations:
-        assert num_threads() == 2  # of the event loop, and of the steps
         assert ending_of(ask(conversations, completion_of(encode("hang")))).stop_reason == "time"
         Serial.is_free.set()
         wait_until(lambda: num_threads() == 2)  # the late answer has come

@@ -328,9 +328,8 @@ def test_bad_samples_cost_only_themselves(
     check(grader, [(once, "wrong", "$"), ("ok", "correct", "$")])
     with monkeypatch.context() as patch:
         patch.setattr("srtrl.tasks.worker_pool.WALL_SECONDS_PER_CPU_SECOND", 1)
-        check(
-            grader, [("hang", "timeout", "no answer within 0.3 seconds of wall-clock time, also when retried alone$")]
-        )
+        late = "no answer within 0.3 seconds of wall-clock time, also when retried alone$"
+        check(grader, [("hang", "timeout", late)])
     check(grader, [("ok", "correct", "$")])
 
 
@@ -442,29 +441,14 @@ IN_PROCESS: list[tuple[str, dict[str, Any], tuple[str, float, str] | None, str]]
     ("rank", {}, ("correct", 0.0, "$"), "verifier: RuntimeError: cannot read this"),
     ("breaks", {}, None, "reward `breaks`: OSError: no reward server"),
     ("leaves", {}, None, r"reward `leaves`: SystemExit: 0 \(own_rewards.py:"),
-    (
-        "gives",
-        {"value": None},
-        None,
-        r".*reward `gives` must return a finite number \(0.0 where it does not apply\), it ",
-    ),
+    ("gives", {"value": None}, None, r".*must return a finite number \(0.0 where it does not apply\), it returned N"),
     ("gives", {"value": "1.0"}, None, ".*reward `gives` must return a finite number, it returned '1.0'"),
     ("all_get", {"values": [1.0]}, None, "reward `all_get`: ValueError: it returned 1 values for 2 samples"),
     ("all_get", {"values": {"a": 1}}, None, ".*a batched reward must return a list of numbers, it returned {'a': 1"),
     ("endless", {}, None, "reward `endless`: ValueError: it returned more than 2 values for 2 samples"),
     ("counts", {}, None, ".*reward `counts` must return a finite number, it returned <generator object counts"),
-    (
-        "gives",
-        {"value": -1e308},
-        None,
-        r".*must return a finite number, it returned -1e\+308 \(the limit is 1e\+15 either",
-    ),
-    (
-        "gives",
-        {"value": 10**400},
-        None,
-        r".*must return a finite number, it returned 1000.* \(the limit is 1e\+15 either",
-    ),
+    ("gives", {"value": -1e308}, None, r".*a finite number, it returned -1e\+308 \(the limit is 1e\+15 either"),
+    ("gives", {"value": 10**400}, None, r".*a finite number, it returned 1000.* \(the limit is 1e\+15 either"),
     ("overlong_penalty", {"cache_tokens": 10}, None, r".* 1 to rollout.max_new_tokens - 1 \(9\), found 10"),
 ]
 """Reward and options; outcome, reward and detail of the sample "ok", or None: as that of "raise"; detail of "raise"."""
@@ -517,51 +501,35 @@ def test_coroutine_rewards_are_awaited_together(
     assert capfd.readouterr().err == ""
 
 
-COROUTINES: list[tuple[str, list[tuple[str, str, str]]]] = [
-    (
-        "interrupts",
-        [
-            ("ok", "error", "reward `interrupts`: KeyboardInterrupt: no"),
-            ("exit", "error", "reward `interrupts`: SystemExit: no"),
-            ("cancel", "error", "reward `interrupts`: (asyncio.exceptions.)?CancelledError"),
-            ("raise", "error", "reward `interrupts`: OSError: no"),
-            ("fine", "wrong", "$"),
-        ],
-    ),
-    ("swallows", [(text, "timeout", "reward `swallows`: no answer within 0.3 seconds") for text in ("ok", "hang")]),
-    ("hangs_in_thread", [("ok", "timeout", "reward `hangs_in_thread`: no answer within 0.3 seconds")]),
-    ("leaves_task", [(text, "wrong", "$") for text in ("exit", "raise", "fine", "raise")] + [("ok", "correct", "$")]),
-]
+INTERRUPTS = ("KeyboardInterrupt: no", "SystemExit: no", "(asyncio.exceptions.)?CancelledError", "OSError: no", "")
+COROUTINES: dict[str, dict[str, str]] = {
+    "interrupts": dict(zip(("ok", "exit", "cancel", "raise", "fine"), INTERRUPTS, strict=True)),
+    "swallows": dict.fromkeys(("ok", "hang"), "no answer within 0.3 seconds"),
+    "hangs_in_thread": {"ok": "no answer within 0.3 seconds"},
+    "leaves_task": dict.fromkeys(("exit", "raise", "fine", "ok"), ""),
+}
+"""Reward -> what is said of each text; nothing of those that are graded."""
 
 
-@pytest.mark.parametrize(("name", "rows"), COROUTINES)
+@pytest.mark.parametrize("name", COROUTINES)
 def test_whatever_a_coroutine_does_costs_its_own_sample_alone(
-    name: str,
-    rows: Sequence[tuple[str, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with make_grader(f"own_rewards:{name}", "correct") as grader:
         own = sys.modules["own_rewards"]
         own.is_free.clear()
         monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
-        grades = grade_all(grader, [text for text, *_ in rows])
-        for (_, outcome, detail), grade in zip(rows, grades, strict=True):
-            assert grade.outcome == outcome
-            assert re.match(detail, grade.detail), grade.detail
+        grades = grade_all(grader, list(COROUTINES[name]))
+        for (text, said), grade in zip(COROUTINES[name].items(), grades, strict=True):
+            graded = "correct" if text == "ok" else "wrong"
+            assert grade.outcome == ("timeout" if "no answer" in said else "error" if said else graded)
+            assert re.match(f"reward `{name}`: {said}" if said else "$", grade.detail), grade.detail
         own.is_free.set()
     gc.collect()
     left = sorted(message for message in caplog.messages if "left behind" in message)
     begin = "reward `leaves_task`: in a task left behind: "
-    if name == "leaves_task":
-        assert [message.removeprefix(begin).partition(": ")[0] for message in left] == [
-            "KeyboardInterrupt",
-            "OSError",
-            "SystemExit",
-        ]
-    else:
-        assert left == []
+    errors = [message.removeprefix(begin).partition(": ")[0] for message in left]
+    assert errors == (["KeyboardInterrupt", "OSError", "SystemExit"] if name == "leaves_task" else [])
     assert "Traceback" not in capfd.readouterr().err
 
 

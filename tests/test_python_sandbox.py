@@ -13,7 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
-from sandbox_attacks import ATTACKS, FILES, HARMLESS_IN_BUBBLEWRAP, REPRESENTATIVES
+from sandbox_attacks import ATTACKS, HARMLESS_IN_BUBBLEWRAP, REPRESENTATIVES
 from task_cases import processes_of, wait_until
 from typer.testing import CliRunner
 
@@ -154,7 +154,7 @@ def test_the_attacks_are_real(world: World, caplog: pytest.LogCaptureFixture) ->
     """Without a sandbox they do get through, and a warning is logged at the start."""
     with PythonSandbox(LIMITS, num_workers=1, sandbox="none") as pool:
         for name in ("read the project", "read the home folder", "list the root"):
-            assert "BREACH" in pool.run(FILES[name].code.format(**world.names)).stdout
+            assert "BREACH" in pool.run(ATTACKS[name].code.format(**world.names)).stdout
     assert ["sandbox: none" in record.message for record in caplog.records] == [True]
 
 

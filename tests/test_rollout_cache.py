@@ -28,7 +28,7 @@ def test_every_prompt_is_trimmed_before_the_least_recently_added_to_is_dropped()
             cache.add((prompt,), [rollout] * 5)
     assert all(rollouts[-1] == [7] * 5 for rollouts in as_lists(cache).values())
     assert {len(rollouts) for rollouts in as_lists(cache).values()} <= {1, 2, 3}, "3: added since memory was short"
-    assert cache.num_prompts == 4
+    assert len(cache._rollouts) == 4
     assert 0.8 * room_for_two_each < cache.num_bytes <= room_for_two_each
     cache = RolloutCache(max_rollouts=8, max_bytes=int(4 * size_of(1, 5) / KEPT_SHARE) + 1)
     for prompt in (0, 1, 2, 3, 0, 5):

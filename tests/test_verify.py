@@ -167,6 +167,5 @@ def test_statistics_count_the_primaries_paths_as_one_by_one(max_nodes: int) -> N
         sizes += step.trees.sizes[:num_primaries].tolist()
     assert (stats.num_decodes, stats.num_tokens) == (len(paths), len(paths) + sum(paths))
     assert (stats.num_drafts, stats.num_draft_nodes) == (sum(size > 0 for size in sizes), sum(sizes))
-    assert stats.num_accepted == sum(paths)
     assert stats.accepted_by_depth.tolist() == [sum(path > depth for path in paths) for depth in range(MAX_DEPTH)]
     assert (sum(paths) > 0) == (max_nodes > 0)

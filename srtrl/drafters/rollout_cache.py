@@ -47,11 +47,6 @@ class RolloutCache:
         """Of each prompt, newest last; the prompt that was added to last comes last."""
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts that have at least one rollout."""
-        return len(self._rollouts)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of all rollouts, prompts not counted."""
         return sum(len(rollout) for rollouts in self._rollouts.values() for rollout in rollouts)

@@ -175,7 +175,7 @@ class Drafter(DrafterBase):
         caches = self.caches.values()
         metrics: dict[str, float] = {
             f"engine/cache_{name}": sum(getattr(cache, f"num_{name}") for cache in caches)
-            for name in ("tokens", "bytes", "prompts")
+            for name in ("tokens", "bytes")
         }
         metrics["engine/cache_bytes"] += self.num_trie_bytes + sum(table.nbytes for table in self._ngrams.values())
         return metrics | self._run_aheads.take_metrics()

@@ -21,7 +21,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
 from srtrl.engine.rows import Int64Array
 from srtrl.engine.runner import Runner
-from srtrl.engine.stats import DRAFTER, HEAD, EngineStats
+from srtrl.engine.stats import EngineStats
 from srtrl.engine.verify import RUNNING, Verified
 from srtrl.metrics import write_atomic
 
@@ -101,7 +101,6 @@ class HeadDrafts(NoHeadDrafts):
         self._launched = self._owners = NO_SLOTS
         """Slots that it drafts for, and [C] the sequences of the current step that it has drafted for."""
         self._was_prepared = True
-        self._trees = DraftTrees.empty(0)
 
     def begin_rollout(self, purpose: str) -> None:
         """See `NoHeadDrafts`."""
@@ -110,7 +109,7 @@ class HeadDrafts(NoHeadDrafts):
         self._promised.setdefault(purpose, float(self.k))
         self.head.refresh(self._runner.model)
         self._rows[:], self._launched = NO_ROW, NO_SLOTS
-        self._owners, self._trees = NO_SLOTS, DraftTrees.empty(0)  # there are some after a step that has failed
+        self._owners = NO_SLOTS  # there are some after a step that has failed
 
     def start(self, slots: Int64Array) -> None:
         """See `NoHeadDrafts`."""
@@ -125,15 +124,11 @@ class HeadDrafts(NoHeadDrafts):
         rows = trees.offsets[:-1] + np.arange(len(num_new)) + 1 + last
         self._rows[:], self._launched = NO_ROW, NO_SLOTS  # what a step without drafts has not merged is of no use
         self._rows[verified.slots] = np.where(verified.finish == RUNNING, rows, NO_ROW)
-        proposed, self._trees = self._trees, DraftTrees.empty(0)
-        arrays = proposed.token_ids, proposed.parents, proposed.offsets
-        _count_drafter(arrays, verified.token_ids, offsets, stats.accepted_by_source[DRAFTER])
         if len(self._owners):
             chains = self._owners, self._tokens, self._bins
             table = self.tables[self._purpose]
-            _learn(chains, verified.token_ids, offsets, table, stats.accepted_by_source[HEAD])
+            _learn(chains, verified.token_ids, offsets, table, stats.head_accepted)
             stats.num_head_steps += 1
-            stats.head_seconds += self._last_seconds
             self._owners = NO_SLOTS
 
     def launch(self, batch: Batch, slots: Int64Array, seconds_per_token: float) -> None:
@@ -159,7 +154,6 @@ class HeadDrafts(NoHeadDrafts):
 
     def merge(self, trees: DraftTrees, slots: Int64Array, max_nodes: Array, min_score: float) -> DraftTrees:
         """See `NoHeadDrafts`."""
-        self._trees = trees
         sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
         self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
         launched, self._launched = self._launched, NO_SLOTS
@@ -231,19 +225,3 @@ def _learn(chains: tuple[Array, Array, Array], new_tokens: Array, offsets: Array
             counts[1 + depth] += is_best or is_second
             if not is_best:
                 break
-
-
-@numba.njit(cache=True, nogil=True)
-def _count_drafter(trees: tuple[Array, Array, Array], new_tokens: Array, offsets: Array, counts: Array) -> None:
-    """Count the trees that the drafter proposed, and by depth those on one of whose paths the tokens are."""
-    token_ids, parents, starts = trees
-    for b in range(len(starts) - 1):
-        counts[0] += starts[b + 1] > starts[b]
-        above, depth = ROOT, 1
-        for node in range(starts[b], starts[b + 1]):  # parents come before their children
-            i = offsets[b] + depth - 1
-            if i == offsets[b + 1] or depth == len(counts):
-                break
-            if parents[node] == above and token_ids[node] == new_tokens[i]:
-                counts[depth] += 1
-                above, depth = node - starts[b], depth + 1

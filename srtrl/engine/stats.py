@@ -14,9 +14,6 @@ from srtrl.engine.verify import Verified
 MAX_DEPTH = 8
 """Acceptance is reported for depths of the draft trees up to this."""
 
-HEAD, DRAFTER = 0, 1
-"""Sources of drafts where there is a draft head."""
-
 STAGES = {
     "schedule": "draft",
     "propose": "draft",
@@ -72,12 +69,10 @@ class EngineStats:
     num_draft_nodes: int = 0
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
-    num_accepted: int = 0
     num_head_steps: int = 0
     """Steps in which the draft head ran."""
-    head_seconds: float = 0.0
-    accepted_by_source: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 1 + MAX_DEPTH), np.int64))
-    """[2, 1 + MAX_DEPTH], with a draft head: drafts of each source, and those that have the next 1, 2, ... tokens."""
+    head_accepted: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1 + MAX_DEPTH, np.int64))
+    """[1 + MAX_DEPTH], the draft head's guesses, and those that have the next 1, 2, ... tokens."""
     num_run_ahead_rows: int = 0
     num_draws: int = 0
     """Draws whose first sample was added."""
@@ -111,7 +106,6 @@ class EngineStats:
             accepted = verified.num_new[:num] - 1
             counts = np.bincount(np.minimum(accepted, MAX_DEPTH), minlength=MAX_DEPTH + 1)
             self.accepted_by_depth += counts[::-1].cumsum()[::-1][1:]
-            self.num_accepted += int(accepted.sum())
             self.num_draft_nodes += num_nodes
             self.num_drafts += int((trees.sizes[:num] > 0).sum())
         for stage, seconds in clock.seconds.items():
@@ -128,7 +122,6 @@ class EngineStats:
             "engine/tokens": self.num_tokens,
             "engine/tokens_per_decode_step": self.num_tokens / decodes,
             "engine/verified_per_decode_step": 1 + self.num_draft_nodes / decodes,
-            "engine/accepted_per_draft": self.num_accepted / drafts,
             "engine/drafted_steps_share": self.num_drafted / max(self.num_without_prefill, 1),
             "engine/prefill_tokens": self.num_prefill_tokens,
             "engine/slots_in_use_mean": num_ranks * self.num_decodes / max(self.num_steps, 1),
@@ -139,17 +132,14 @@ class EngineStats:
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts
         if self.num_head_steps:
             metrics["engine/head_steps_share"] = self.num_head_steps / self.num_steps
-            metrics["engine/head_seconds"] = self.head_seconds / num_ranks
-            for source, row in (("head", HEAD), ("drafter", DRAFTER)):
-                num_drafts, *counts = self.accepted_by_source[row].tolist()
-                for depth, count in enumerate(counts, 1):
-                    metrics[f"engine/{source}_acceptance_depth_{depth}"] = count / max(num_drafts, 1)
+            num_guesses, *counts = self.head_accepted.tolist()
+            for depth, count in enumerate(counts, 1):
+                metrics[f"engine/head_acceptance_depth_{depth}"] = count / max(num_guesses, 1)
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
         if seconds["wait"]:
-            metrics["engine/host_seconds"] = sum(seconds.values()) - seconds["wait"]
-            metrics["engine/host_share"] = metrics["engine/host_seconds"] / sum(seconds.values())
+            metrics["engine/host_share"] = 1 - seconds["wait"] / sum(seconds.values())
         return metrics
 
 

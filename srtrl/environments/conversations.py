@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import queue
+import threading
 import time
 import traceback
 from collections import Counter
@@ -81,9 +82,9 @@ class Conversations:
             if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
                 message = "must return an integer from 1 on, or None; it returned"
                 raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
-            for _ in range(NUM_THREADS if limit is None else min(NUM_THREADS, limit)):
-                start_thread(self._answer_turns)
-                stack.callback(self._queue.put, None)
+            self._max_threads = NUM_THREADS if limit is None else min(NUM_THREADS, limit)
+            self._num_threads, self._idle = 0, threading.Semaphore(0)
+            stack.callback(self._end_threads)
             self._stack = stack.pop_all()
         return self
 
@@ -234,6 +235,9 @@ class Conversations:
         self._pending.append(pending)
         if not pending.answer.done():
             self._queue.put(pending)
+            if not self._idle.acquire(blocking=False) and self._num_threads < self._max_threads:
+                self._num_threads += 1
+                start_thread(self._answer_turns)
 
     def give_up(self, completion: Completion) -> dict[str, str]:
         """A sample ends unfinished, in a turn; returns what was answered so far; see `Conversation`."""
@@ -328,8 +332,12 @@ class Conversations:
         errors = [f"error: {message}" for _, message in results]
         return turn, Step(observation=errors, outcomes=[outcome for outcome, _ in results])
 
+    def _end_threads(self) -> None:
+        for _ in range(self._num_threads):
+            self._queue.put(None)
+
     def _answer_turns(self) -> None:
-        """The body of each thread: call environments."""
+        """The body of each thread: call environments. The semaphore counts the threads that wait for a turn."""
         while (pending := self._queue.get()) is not None:
             pending.started = time.monotonic()
             with Caught() as caught:
@@ -337,6 +345,7 @@ class Conversations:
             pending.seconds = time.monotonic() - pending.started
             if not pending.answer.set_running_or_notify_cancel():
                 return  # past the time limit: another thread has taken the place of this one
+            self._idle.release()  # before the answer is seen, or the next turn would start a thread
             if caught.error is not None:
                 pending.answer.set_exception(caught.error)
             else:

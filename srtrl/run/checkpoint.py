@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer/` and `state.json` for
 the trainer, `critic/` and `critic_optimizer/` where there is a critic, and the drafter's files (its rollouts, so that
-speculation resumes as good as it was). `manifest.json` has size and SHA-256 of each file, and of the rows of
+speculation resumes as good as it was). `manifest.json` has size and CRC-32 of each file, and of the rows of
 `metrics.jsonl` up to there: a resume compares them. Nothing random is stored: learning rate, data order, sampling
 noise and the seed of the global generators are functions of (seed, step).
 
@@ -13,14 +13,15 @@ headers say which part of a tensor they hold, and no pickle. Any number of ranks
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
     from srtrl.model.value_model import ValueModel
 
-FORMAT = 5
+FORMAT = 6
 """Version of the layout; a resume refuses another one."""
 OPTIMIZER = "optimizer"
 """Moments, and masters or adapters that learn (of a bfloat16 model, and of LoRA): the other files are for decoding."""
@@ -59,6 +60,8 @@ CHANGED = (
     "--resume: {what} are not those that {checkpoint} has seen; restore them, or begin a new run with name=OTHER "
     "model.path={checkpoint}"
 )
+BLOCK_BYTES = 2**20
+"""Bytes that are read at a time for a checksum."""
 FILE_BYTES = 4 * 2**30
 """Bytes of an optimizer's state per file number: each rank writes its part of them, which it holds in memory."""
 
@@ -66,7 +69,7 @@ FILE_BYTES = 4 * 2**30
 class Entry(TypedDict):
     """A file, or its first bytes, in the manifest."""
 
-    sha256: str
+    crc32: int
     size: int
 
 
@@ -152,20 +155,18 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     """What is not as it was written: a file of the checkpoint, or the rows of `metrics.jsonl` up to its step.
 
     With `policy_only`, rows, optimizers and critic, which only training reads, are left out. None where all is well,
-    and for the policy of an earlier version, which has no manifest.
+    and for the policy of an earlier version, which has another manifest or none.
 
     Raises:
-        ValueError: there is no manifest, and no state or one of an earlier version.
+        ValueError: there is no manifest of this version, and no state or one of an earlier version.
     """
     manifest, log = checkpoint / MANIFEST, checkpoint.parent.parent / "metrics.jsonl"
-    if not manifest.is_file():
+    try:
+        files, rows = _read_manifest(checkpoint)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if policy_only and _read_record(checkpoint).get("format") != FORMAT:
             return None
         read_state(checkpoint)  # raises for an earlier version
-        return f"{manifest} is missing"
-    try:
-        files, rows = _read_manifest(checkpoint)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{manifest} cannot be read ({type(error).__name__}: {error})"
     if policy_only:
         training = (OPTIMIZER, CRITIC_FOLDER, DRAFT_HEAD)
@@ -185,7 +186,7 @@ def check_policy(checkpoint: Path) -> None:
 def _read_manifest(checkpoint: Path) -> tuple[dict[str, Entry], Entry]:
     """The entries of the files, and of the rows of `metrics.jsonl`; LookupError and the like where some are missing."""
     record = json.loads((checkpoint / MANIFEST).read_bytes())
-    files, rows = dict(record["files"]), Entry(sha256=record["log"]["sha256"], size=record["log"]["size"])
+    files, rows = dict(record["files"]), Entry(crc32=record["log"]["crc32"], size=record["log"]["size"])
     for part in (STATE, "model", OPTIMIZER):
         if not any(name.startswith(part) for name in files):
             raise LookupError(f"no file {part}")
@@ -195,9 +196,13 @@ def _read_manifest(checkpoint: Path) -> tuple[dict[str, Entry], Entry]:
 
 
 def _entry(file: Path, num_bytes: int | None = None) -> Entry:
-    """Size and SHA-256 of a file, or of its first `num_bytes`."""
-    with io.BytesIO(file.read_bytes()[:num_bytes]) if num_bytes is not None else file.open("rb") as stream:
-        return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size": stream.seek(0, io.SEEK_END)}
+    """Size and CRC-32 of a file, or of its first `num_bytes`."""
+    entry: Entry = {"crc32": 0, "size": 0}
+    with file.open("rb") as stream:
+        blocks = iter(partial(stream.read, BLOCK_BYTES), b"") if num_bytes is None else [stream.read(num_bytes)]
+        for block in blocks:
+            entry = {"crc32": zlib.crc32(block, entry["crc32"]), "size": entry["size"] + len(block)}
+    return entry
 
 
 def digest_prompts(prompts: Iterable[Prompt], checkpoint: Path | None) -> str:
@@ -226,7 +231,8 @@ def digest_model(path: str, checkpoint: Path | None, *, is_used: bool) -> str:
     adapter = find_adapter(path)
     adapter_files = sorted(adapter.glob("adapter_*")) if adapter else []
     for file in (folder / "config.json", *weight_files(folder), *adapter_files):
-        digest.update(_entry(file)["sha256"].encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").hexdigest().encode())
     if known is not None and known != digest.hexdigest():
         what = f"model.path has changed: config and weights that the run started from, {folder},"
         raise ValueError(CHANGED.format(what=what, checkpoint=checkpoint))
@@ -278,9 +284,8 @@ def save_checkpoint(
     """
     final = folder / checkpoint_name(state.step)
     with _new_folder(final, ranks) as temporary:
-        entries: dict[str, Entry] = {}
         for name, part in tensors.items():
-            entries |= _save_tensors(part, temporary / name, ranks)
+            _save_tensors(part, temporary / name, ranks)
         if critic is not None:
             unshard(critic)
         if ranks.is_main:
@@ -292,7 +297,7 @@ def save_checkpoint(
             drafter.save(temporary)
             save_more(temporary)
             write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
-            _write_manifest(temporary, folder.parent / "metrics.jsonl", entries)
+            _write_manifest(temporary, folder.parent / "metrics.jsonl")
     if critic is not None:
         reshard(critic)
     if ranks.is_main:
@@ -301,10 +306,9 @@ def save_checkpoint(
     return final
 
 
-def _write_manifest(folder: Path, log: Path, entries: Mapping[str, Entry]) -> None:
-    """The manifest of the files in `folder`, some of whose entries are known already."""
-    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    files = {name: entries.get(name) or _entry(folder / name) for name in sorted(names | entries.keys())}
+def _write_manifest(folder: Path, log: Path) -> None:
+    """The manifest of the files in `folder`, of all ranks."""
+    files = {str(path.relative_to(folder)): _entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     write_atomic(folder / MANIFEST, json.dumps({"log": _entry(log), "files": files}, indent=2) + "\n")
 
 
@@ -322,15 +326,8 @@ def _new_folder(final: Path, ranks: Ranks) -> Iterator[Path]:
         ranks.on_main(stack.close, f"renaming {final}")
 
 
-def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, Entry]:
-    """Write tensors: each rank its parts, and a share of those that all have.
-
-    Returns:
-        The manifest's entries of the files, on all ranks; each rank has read some of them.
-
-    Raises:
-        OSError: on all ranks, where it is of one.
-    """
+def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Write tensors: each rank its parts, and a share of those that all have; OSError on all ranks if one has it."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -339,10 +336,6 @@ def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> 
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=number_of, save_distributed=True)
     with named_in_errors(folder), _errors_as_they_were(), ranks.waiting(f"writing {folder}"):
         save(dict(tensors), storage_writer=writer)
-    with ranks.synchronized(f"reading {folder}"):
-        share = sorted(folder.iterdir())[ranks.index :: ranks.count]
-        entries = {f"{folder.name}/{file.name}": _entry(file) for file in share}
-    return {name: entry for part in ranks.gather(entries, f"{folder}") for name, entry in part.items()}
 
 
 @contextmanager

@@ -94,8 +94,7 @@ def serve(descriptor: int) -> None:
     own_pid = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the trainer finishes its step
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _limit_memory(resource.RLIMIT_DATA, MEMORY_LIMIT_BYTES)
-    _limit_memory(resource.RLIMIT_AS, _mapped_bytes() + MEMORY_LIMIT_BYTES)  # shared mappings are no data
+    _limit_memory()
     with suppress(EOFError, OSError):  # the trainer closes its end, or is gone
         while True:
             _send(connection, READY)
@@ -112,16 +111,13 @@ def _send(connection: socket.socket, message: object) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _limit_memory(kind: int, num_bytes: int) -> None:
-    """Lower a memory limit of this process to `num_bytes`, unless it is lower already."""
-    _, hard_limit = resource.getrlimit(kind)
-    if hard_limit == resource.RLIM_INFINITY or hard_limit > num_bytes:
-        resource.setrlimit(kind, (num_bytes, hard_limit))
-
-
-def _mapped_bytes() -> int:
-    """Address space of this process."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+def _limit_memory() -> None:
+    """Lower the limits of data and of the address space (shared mappings are no data), unless they are lower."""
+    mapped = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    for kind, limit in ((resource.RLIMIT_DATA, MEMORY_LIMIT_BYTES), (resource.RLIMIT_AS, mapped + MEMORY_LIMIT_BYTES)):
+        _, hard_limit = resource.getrlimit(kind)
+        if hard_limit == resource.RLIM_INFINITY or hard_limit > limit:
+            resource.setrlimit(kind, (limit, hard_limit))
 
 
 def _grade(functions: IsolatedFunctions, sample: RewardInput) -> dict[str, Any]:

@@ -22,6 +22,15 @@ from srtrl.recipe.schema import AlgorithmSection, Recipe
 from srtrl.resolve import declared, describe_value, resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
+PER_TOKEN = (None, "one number per token, a tensor of shape {shape}")
+RETURNED = {
+    "algorithm.advantage": (None, "a tensor of shape {shape}, that of its first argument"),
+    "algorithm.reduction": (0, "one number, a tensor of shape {shape}"),
+    "algorithm.filters": (1, "a bool for each of the {shape[0]} groups, a tensor"),
+}
+"""What a function that the option names must return, by default `PER_TOKEN`: a tensor of its first argument's shape, or
+of the first dimensions of it, as many as the number says."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Credit:
@@ -68,7 +77,7 @@ def filter_groups(
             rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
             correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
             mask = function(rewards, correct, **declared(function, 2, options))  # [G]
-            check_mask("algorithm.filters", name, mask, rewards)
+            check_returned("algorithm.filters", name, mask, rewards)
             chosen += compress(indices, mask.tolist())
         kept = [kept[index] for index in sorted(chosen)]
     return kept
@@ -80,11 +89,17 @@ def _by_size(groups: Sequence[RolloutGroup]) -> list[list[int]]:
     return [[index for index, size in enumerate(sizes) if size == one] for one in dict.fromkeys(sizes)]
 
 
-def check_mask(option: str, name: str, mask: object, rewards: Tensor) -> None:
-    """Refuse what a filter has returned unless it is a tensor of a bool for each row of `rewards`: ValueError."""
-    if not isinstance(mask, Tensor) or mask.shape != rewards.shape[:1] or mask.dtype != torch.bool:
-        message = f"{option}: {name} must return a bool for each of the {len(rewards)} groups, a tensor"
-        raise ValueError(f"{message}; it returned: {describe_value(mask)}, {getattr(mask, 'dtype', 'no tensor')}")
+def check_returned(option: str, name: str, value: object, first: Tensor, what: str = "it returned") -> None:
+    """Refuse what a function of tensors has returned where it is not as `RETURNED` says, by its first argument.
+
+    Raises:
+        ValueError: it begins with the option; `what` says which part of the result `value` is.
+    """
+    num_dims, expected = RETURNED.get(option, PER_TOKEN)
+    shape, is_mask = tuple(first.shape[:num_dims]), option == "algorithm.filters"
+    if not isinstance(value, Tensor) or value.shape != shape or (is_mask and value.dtype != torch.bool):
+        found = f"{describe_value(value)}, {getattr(value, 'dtype', 'no tensor')}"
+        raise ValueError(f"{option}: `{name}` must return {expected.format(shape=shape)}; {what}: {found}")
 
 
 def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
@@ -219,7 +234,7 @@ def _advantages(
             **declared(function, 3, _offered(groups, lengths, recipe, step)),
             **algorithm.advantage_options,
         )
-        check_advantages("algorithm.advantage", name, advantages, rewards)
+        check_returned("algorithm.advantage", name, advantages, rewards)
     else:
         sums = rewards.sum(dim=1)  # [B]
         rows_of = torch.split(torch.arange(len(sums)), sizes)  # of each group
@@ -228,19 +243,12 @@ def _advantages(
             rows = torch.stack([rows_of[index] for index in indices])  # [G, S]
             offered = _offered([groups[index] for index in indices], lengths[rows], recipe, step)
             given = function(sums[rows], **declared(function, 1, offered), **algorithm.advantage_options)
-            check_advantages("algorithm.advantage", name, given, rows)
+            check_returned("algorithm.advantage", name, given, rows)
             advantages[rows, 0] = given.double()
     on_tokens = torch.where(mask, advantages.double(), 0.0)  # [B, L]
     if not bool(on_tokens.isfinite().all()):
         raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
     return on_tokens
-
-
-def check_advantages(option: str, name: str, advantages: object, rewards: Tensor) -> None:
-    """Refuse what an advantage function has returned unless it is a tensor like its first argument: ValueError."""
-    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
-        expected = f"a tensor of shape {tuple(rewards.shape)}, that of its first argument"
-        raise ValueError(f"{option}: {name} must return {expected}; it returned: {describe_value(advantages)}")
 
 
 def _offered(groups: Sequence[RolloutGroup], lengths: Tensor, recipe: Recipe, step: int) -> dict[str, Any]:
