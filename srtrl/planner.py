@@ -46,13 +46,14 @@ NUM_GPUS = (2, 4, 8, 16, 32, 64)
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
-    ("model.gradient_checkpointing=true", "train.micro_batch_tokens={longest}", "model.dtype=bfloat16", KV_CHANGE),
-    (
-        *("model.lora.rank=32", "model.dtype=bfloat16", "model.gradient_checkpointing=true", KV_CHANGE),
-        *("model.lora.base=host", "train.micro_batch_tokens={longest}", "algorithm.kl.coefficient=0", KV_CHANGE),
-    ),
+    "model.gradient_checkpointing=true",
+    "train.micro_batch_tokens={longest}",
+    "model.dtype=bfloat16",
+    KV_CHANGE,
+    "model.lora.rank=32",
+    "model.lora.base=host",
 )
-"""Overrides that lower the memory of a step: those that leave all weights learning, and others."""
+"""Overrides that lower the memory of a step, in the order in which they are advised."""
 USEFUL_SEQUENCES = 4
 """Of the maximum length, in the smallest KV cache that is advised."""
 
@@ -147,49 +148,32 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots, num_gpus=num_gpus)
 
 
-def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> list[tuple[str, int, MemoryPlan]]:
-    """The first of `CHANGES` with which the step fits, up to there; else the last of them.
-
-    Each change is made on top of those before it, those that save nothing are left out.
-
-    Returns:
-        Overrides (`section.key=value`), the bytes that each saves (a part of which an automatic KV cache takes), and
-        the plan with it.
-    """
-    for changes in CHANGES:
-        steps = list(_change(recipe, config, plan, changes))
-        if steps and steps[-1][-1].fits:
-            break
-    return steps
-
-
-def _change(
-    recipe: Recipe, config: ModelConfig, plan: MemoryPlan, changes: Iterable[str]
-) -> Iterator[tuple[str, int, MemoryPlan]]:
+def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> str:
+    """What helps a step that does not fit: the first of `CHANGES` with which it fits, else the one that saves most."""
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
-    for change in changes:
-        if plan.fits:
-            return
-        kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
+    kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
+    saved, best = 0, ""
+    for change in CHANGES:
         if change == KV_CHANGE and kv_gib * GIB < USEFUL_SEQUENCES * plan.smallest_kv:
             continue
         override = change.format(longest=longest, kv_gib=kv_gib)
         source = RecipeSource(Path(), recipe.model_dump())
         source.override([override])
         try:
-            changed = build_recipe(source)
+            changed = plan_memory(build_recipe(source), config, plan.gpu_bytes, plan.num_gpus)
         except RecipeError:  # it does not go with another option
             continue
-        changed_plan = plan_memory(changed, config, plan.gpu_bytes, plan.num_gpus)
-        kept = "total" if change == KV_CHANGE else "without_kv"
-        saved = getattr(plan, kept) - getattr(changed_plan, kept)
-        if saved > 0:
-            recipe, plan = changed, changed_plan
-            yield override, saved, plan
+        if changed.fits:
+            return f"with {override} it fits, with {changed.slots} slots"
+        saved, best = max((saved, best), (plan.without_kv - changed.without_kv, override))
+    needed = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
+    several = ", or several with train.sharding=fsdp2" if plan.num_gpus == 1 and recipe.model.lora is None else ""
+    too_little = f"; {best} saves {saved / GIB:.1f} GiB, which is not enough" if best else ""
+    return f"a GPU of {needed:.0f} GiB{several}{too_little}"
 
 
 def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
-    """The lines of `srtrl show-config --check`: table, verdict, and what to change where the step does not fit.
+    """The lines of `srtrl show-config --check`: table, verdict, and what helps where the step does not fit.
 
     Args:
         recipe: Only `config.json` of its model is read.
@@ -198,7 +182,6 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     Raises:
         ValueError: see `find_config` and `plan_memory`.
     """
-    origin = "--gpu"
     if recipe.warm_start is not None and recipe.warm_start.architecture is not None:
         yield "memory: not computed for the model that warm_start.architecture makes"
         yield f"verdict: all names, options and paths are correct; `srtrl warm-start` writes {recipe.warm_start.output}"
@@ -233,17 +216,8 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     if plan.fits:
         yield _verdict(recipe, f"fits {place}")
         return
-    yield "what would lower it, each line on top of those before it:"
-    for override, saved, changed in advise(recipe, config, plan):
-        end = f": fits, with {changed.slots} slots" if changed.fits else ""
-        yield f"  {override:<37} saves {saved / GIB:5.1f} GiB, sum {changed.total / GIB:.1f}{end}"
-        plan = changed
-    if not plan.fits:
-        least = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
-        share = "; several GPUs share weights and optimizer with" if plan.num_gpus == 1 else ""
-        yield f"  then a GPU of {least:.0f} GiB is needed, or a smaller model{share}"
-        yield from ["  train.sharding=fsdp2 (not with model.lora)"] if share else []
-    yield _verdict(recipe, f"does not fit {place}{', but with these changes' if plan.fits else ''}")
+    yield f"advice: {advise(recipe, config, plan)}"
+    yield _verdict(recipe, f"does not fit {place}")
 
 
 def _plan_sharded(recipe: Recipe, config: ModelConfig, gpu_bytes: int, *, num_here: int) -> MemoryPlan:
