@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from srtrl.engine.kv_memory import GIB, choose_num_pages, kv_bytes
-from srtrl.engine.runner import EngineOptions, page_bytes_of
+from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.shapes import published_shape
@@ -29,7 +28,7 @@ from srtrl.model.weights import is_local, read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
 from srtrl.run.place import is_empty, run_path
-from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, build_draft_head, number_of_slots
+from srtrl.trainer.build import DTYPES, build_draft_head, number_of_slots
 from srtrl.trainer.draft_head import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
 from srtrl.trainer.optimizer import build_optimizer, gradient_bytes
@@ -40,9 +39,9 @@ MAX_SHARE = 0.9
 """Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, CUDA graphs,
 fragmentation."""
 DECODER_BYTES = 4 * 10**8
-"""Of the decoder's buffers where Triton is not installed, which they need: about as much for all models up to 14B."""
+"""Of the decoder's buffers beside the KV cache: 0.3 to 0.5 GiB for all models up to 14B."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
-"""With `train.sharding: fsdp2` the plan is for the first of these that fits, or for those of this machine."""
+"""With `train.sharding: fsdp2` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
@@ -112,7 +111,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     Raises:
         ValueError: `rollout.kv_memory_gib` is given, and does not hold a sequence of the maximum length.
     """
-    section, lora = recipe.model.model_dump_json(exclude={"lora": {"base"}}), recipe.model.lora
+    section, lora = recipe.model, recipe.model.lora
     kept, gradients, base = _learner_bytes(config, section)
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
@@ -133,18 +132,18 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
-    options = EngineOptions(slots=slots, prefill_chunk_tokens=PREFILL_TOKENS["cuda"])
-    parts["decoder's buffers"] = _decoder_bytes(policy, options, longest)
-    page_bytes = page_bytes_of(policy, options.page_size)
-    smallest_kv = -(-longest // options.page_size) * page_bytes
-    kv = kv_bytes(rollout.kv_memory_gib, free - parts["decoder's buffers"], reserved_bytes=gradients)
+    parts["decoder's buffers"] = DECODER_BYTES
+    page_bytes = page_bytes_of(policy, PAGE_SIZE)
+    smallest_kv = -(-longest // PAGE_SIZE) * page_bytes
+    kv = kv_bytes(rollout.kv_memory_gib, free - DECODER_BYTES, reserved_bytes=gradients)
     if kv >= smallest_kv or rollout.kv_memory_gib != "auto":
         kv = page_bytes * choose_num_pages(
-            kv, page_bytes=page_bytes, page_size=options.page_size, slots=slots, max_sequence_tokens=longest
+            kv, page_bytes=page_bytes, page_size=PAGE_SIZE, slots=slots, max_sequence_tokens=longest
         )
     parts[KV_CACHE] = kv
     parts["gradients"] = gradients
-    parts["activations"] = gathered + _activation_bytes(config, section, recipe.train.micro_batch_tokens)
+    settings = section.model_dump_json(exclude={"lora": {"base"}})
+    parts["activations"] = gathered + _activation_bytes(config, settings, recipe.train.micro_batch_tokens)
     return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots, num_gpus=num_gpus)
 
 
@@ -190,14 +189,17 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
         yield _verdict(recipe, "trains on the CPU")
         return
-    is_here, origin = gpu_gib is None and torch.cuda.is_available(), "--gpu"
-    if is_here:
+    origin = "--gpu"
+    if gpu_gib is None and torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
         gpu_gib, origin = device.total_memory / GIB, device.name
     elif gpu_gib is None:
         gpu_gib, origin = DEFAULT_GPU_GIB, "there is none here; --gpu GIB for another size"
     config, source = find_config(recipe.model.path)
-    plan = _plan_sharded(recipe, config, int(gpu_gib * GIB), num_here=torch.cuda.device_count() if is_here else 0)
+    for num_gpus in NUM_GPUS if recipe.train.sharding == "fsdp2" else (1,):
+        plan = plan_memory(recipe, config, int(gpu_gib * GIB), num_gpus)
+        if plan.fits:
+            break
     notes = {"weights": f"{recipe.model.path}{source}", KV_CACHE: f"for {plan.slots} slots"}
     if plan.parts[KV_CACHE] < plan.smallest_kv:
         notes[KV_CACHE] = f"and one sequence needs {plan.smallest_kv / GIB:.1f}"
@@ -218,17 +220,6 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         return
     yield f"advice: {advise(recipe, config, plan)}"
     yield _verdict(recipe, f"does not fit {place}")
-
-
-def _plan_sharded(recipe: Recipe, config: ModelConfig, gpu_bytes: int, *, num_here: int) -> MemoryPlan:
-    """The plan; with `train.sharding: fsdp2` for the GPUs of this machine, or for as few as fit."""
-    if recipe.train.sharding != "fsdp2":
-        return plan_memory(recipe, config, gpu_bytes)
-    for num_gpus in (num_here,) if num_here > 1 else NUM_GPUS:
-        plan = plan_memory(recipe, config, gpu_bytes, num_gpus)
-        if plan.fits:
-            break
-    return plan
 
 
 def _verdict(recipe: Recipe, outcome: str) -> str:
@@ -280,13 +271,13 @@ def _make_optimizer(
     return optimizer, [tensor for tensor in held if id(tensor) not in own]
 
 
-@cache  # for other GPUs, and other changes; sections hold lists, so that their JSON stands for them
-def _learner_bytes(config: ModelConfig, section: str, *, is_critic: bool = False) -> tuple[dict[str, int], int, int]:
+def _learner_bytes(
+    config: ModelConfig, section: ModelSection, *, is_critic: bool = False
+) -> tuple[dict[str, int], int, int]:
     """Bytes by name of what a model that learns keeps, of its gradients, and of its weights at the start of the run."""
-    settings = ModelSection.model_validate_json(section)
-    policy = _make_policy(config, settings)
+    policy = _make_policy(config, section)
     model = ValueModel(policy) if is_critic else policy
-    optimizer, masters = _make_optimizer(model, settings)
+    optimizer, masters = _make_optimizer(model, section)
     weights = _num_bytes(model.parameters())
     kept = {
         "weights": weights,
@@ -296,18 +287,6 @@ def _learner_bytes(config: ModelConfig, section: str, *, is_critic: bool = False
     if isinstance(optimizer, LoraAdamW):
         return kept, gradient_bytes(optimizer), _num_bytes(matrix.base for matrix in optimizer.matrices)
     return kept, gradient_bytes(optimizer), weights
-
-
-def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
-    """The decoder's buffers beside the KV cache."""
-    if find_spec("triton") is None:
-        return DECODER_BYTES
-    from srtrl.engine.cuda_runner import CudaRunner
-
-    tracker = _MemoryTracker([])
-    with tracker:
-        CudaRunner(policy, options, max_sequence_tokens)
-    return tracker.peak
 
 
 def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
@@ -324,7 +303,7 @@ def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
     return tracker.peak - _num_bytes(policy.parameters())
 
 
-@cache
+@cache  # for other GPUs; sections hold lists, so that their JSON stands for them
 def _activation_bytes(config: ModelConfig, section: str, num_tokens: int) -> int:
     """Peak of an update, beside weights, masters and gradients; layers are alike, so that two and three say it."""
     settings = ModelSection.model_validate_json(section)
