@@ -209,17 +209,15 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     for name, num_bytes in plan.parts.items():
         if num_bytes or name in notes:
             yield f"  {name:<18}{num_bytes / GIB:7.1f} GiB  {notes.get(name, '')}".rstrip()
-    verdict = "fits" if plan.fits else "does not fit"
+    outcome = "fits" if plan.fits else "does not fit"
     limit = f"{'at most' if plan.total <= plan.limit else 'more than'} {plan.limit / GIB:.1f} GiB"
-    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {verdict}: {limit}, {MAX_SHARE:.0%} of the GPU"
+    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {outcome}: {limit}, {MAX_SHARE:.0%} of the GPU"
     place = f"{plan.gpus} of {gpu_gib:.4g} GiB"
     if not torch.cuda.is_available() and recipe.device == "auto":
         place += " (there is none here: trains on the CPU)"
-    if plan.fits:
-        yield _verdict(recipe, f"fits {place}")
-        return
-    yield f"advice: {advise(recipe, config, plan)}"
-    yield _verdict(recipe, f"does not fit {place}")
+    if not plan.fits:
+        yield f"advice: {advise(recipe, config, plan)}"
+    yield _verdict(recipe, f"{outcome} {place}")
 
 
 def _verdict(recipe: Recipe, outcome: str) -> str:

@@ -26,8 +26,6 @@ FILE_ENDINGS = (".jsonl", ".parquet", "_test.jsonl", "_test.parquet")
 """What `--data-dir` looks for behind a benchmark's name, in this order."""
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
 """Options of the task `math` for the text of the prompt."""
-FIELDS = ("problem_field", "answer_field", "choices_field")
-"""Fields of the rows, as in the options of the task `math`."""
 
 
 class SuiteError(RecipeError):
@@ -37,38 +35,18 @@ class SuiteError(RecipeError):
 
 
 class Benchmark(Section):
-    """One benchmark; where a field has several names, the first that the rows have counts."""
+    """One benchmark, which is evaluated as the task `math`."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$")
     """For `--only`, `--data-dir` and the output."""
     data: RowSource
     """Where the problems are, unless `--data-dir` is given."""
-    problem_field: list[str] = Field(default=["problem", "question"], min_length=1)
-    """Field of the problem's text."""
-    answer_field: list[str] = Field(default=["answer"], min_length=1)
-    """Field of the reference answer, or of a text that contains it."""
-    answer_pattern: str | None = None
-    """As in the options of the task `math`."""
-    answer_boxed: bool = False
-    """As in the options of the task `math`."""
-    choices_field: list[str] = Field(default_factory=list)
-    """Multiple choice: field of the choices; the answer is a letter, or an index that counts from 0."""
-    prompt_template: str | None = None
-    """Instead of the suite's."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task `math`; where one is a list of fields, the first that the rows have counts."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Instead of the suite's."""
     num_samples: int | None = Field(default=None, ge=1)
     """Instead of the suite's."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the task `math` for located rows: source and fields, but not how the prompt reads."""
-        return {
-            "eval": self.data.model_dump(exclude_defaults=True),
-            "answer_pattern": self.answer_pattern,
-            "answer_boxed": self.answer_boxed,
-            **{option: name for option in FIELDS for name in getattr(self, option)},
-        }
 
 
 class Suite(Section):
@@ -164,11 +142,12 @@ def locate(benchmark: Benchmark, folder: Path | None) -> Benchmark:
         raise ValueError(f"{error}; choose other benchmarks with --only, or files with --data-dir") from error
     # Where the first row is damaged, loading the data reports it.
     fields = {} if first is None or isinstance(first.fields, RowError) else first.fields
-    chosen = {}
-    for option in FIELDS:
-        names = getattr(benchmark, option)
-        chosen[option] = [name for name in names if name.partition(".")[0] in fields][:1] or names[:1]
-    return benchmark.model_copy(update={"data": source, **chosen})
+    options = benchmark.options.copy()
+    for option, names in options.items():
+        if isinstance(names, list):
+            present = [name for name in names if fields.get(str(name).partition(".")[0]) is not None]
+            options[option] = next(iter(present or names), None)
+    return benchmark.model_copy(update={"data": source, "options": options})
 
 
 # --- Recipes ----------------------------------------------------------------------------------------------------------
@@ -202,7 +181,7 @@ def suite_recipe(
     """
     where = f"benchmark {benchmark.name}"
     lengths = (suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens)
-    prompting: dict[str, Any] = {"prompt_template": benchmark.prompt_template or suite.prompt_template}
+    options = {"prompt_template": suite.prompt_template, **benchmark.options}
     if run is None:
         source = bare_source(model, *lengths)
         source.put(("eval",), {"temperature": suite.temperature}, where)
@@ -211,11 +190,13 @@ def suite_recipe(
         source.put(("train", "micro_batch_tokens"), 1 << 30, where)  # only training reads it
         trained = build_recipe(run)
         if trained.task.name == "math":  # only then its prompts and lengths fit the suite's problems
-            prompting = {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
+            options = {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
+            options |= {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
         else:
             for name, value in _lengths(model, *lengths).items():
                 source.put(("rollout", name), value, where)
-    source.put(("task",), {"name": "math", "options": {**benchmark.options, **prompting}}, where)
+    options["eval"] = benchmark.data.model_dump(exclude_defaults=True)
+    source.put(("task",), {"name": "math", "options": options}, where)
     source.put(("rewards",), [{"name": "correct"}], where)
     source.override(overrides)
     is_greedy = source.data["eval"].get("temperature") == 0  # then all samples are the same
