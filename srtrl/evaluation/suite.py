@@ -199,7 +199,7 @@ def suite_recipe(
     source.put(("task",), {"name": "math", "options": options}, where)
     source.put(("rewards",), [{"name": "correct"}], where)
     source.override(overrides)
-    is_greedy = source.data["eval"].get("temperature") == 0  # then all samples are the same
+    is_greedy = build_recipe(source).eval.temperature == 0  # then all samples are the same
     source.put(("eval", "num_samples"), 1 if is_greedy else benchmark.num_samples or suite.num_samples, where)
     source.put(("eval", "num_problems"), None, where)
     source.override(overrides)

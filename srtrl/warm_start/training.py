@@ -32,7 +32,7 @@ from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer import build
-from srtrl.trainer.evaluate import evaluates_ends, held_out_prompts
+from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.objective import Objective, response_logprobs
 from srtrl.trainer.optimizer import MasterWeightAdamW
 from srtrl.trainer.passes import UpdateContext
@@ -88,8 +88,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSumma
             tokenizer = _tokenizer(recipe, section)
             conversations = build.build_conversations(recipe, tokenizer)
             task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
-            if has_eval := evaluates_ends(task, recipe):
-                held_out_prompts(task, recipe)  # raises where there are none
+            has_eval, _ = training_evals(task, recipe)  # raises where there are none
             model = _model(recipe, section, tokenizer, build.choose_device(recipe))
             build.shard_model(model, recipe, ranks)
         # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
@@ -102,8 +101,8 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSumma
         if num_left_out:
             progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
         held_out = None
-        if has_eval:  # of the saved weights, as RL will load them
-            saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
+        if has_eval:  # of the saved weights and tokenizer, as RL will load them
+            saved = recipe.model.model_copy(update={"tokenizer": None})
             [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
         figures = held_out.metrics if held_out is not None else {}
         every = max(1, len(losses) // 20)
