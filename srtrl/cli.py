@@ -255,7 +255,7 @@ def show_config(
     if not check:
         print(text)
         return
-    from srtrl.trainer.memory import describe_memory
+    from srtrl.planner import describe_memory
 
     memory = [f"# {line}" for line in describe_memory(resolved, gpu)]
     print(text)

@@ -18,9 +18,9 @@ from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
 from srtrl.model.weights import init_model, load_tokenizer
+from srtrl.planner import DEFAULT_GPU_GIB, MAX_SHARE, find_config
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import save_policy
-from srtrl.trainer.memory import DEFAULT_GPU_GIB, MAX_SHARE, find_config
 
 
 def two_steps(

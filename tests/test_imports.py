@@ -40,7 +40,7 @@ LAYERS = (
     ("rollout",),
     ("run",),
     ("trainer",),
-    ("checks",),
+    ("checks", "planner"),
     ("evaluation", "report", "bench"),
     ("warm_start",),
     ("cli", "generation", "api", "__main__"),

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from task_cases import Rows, byte_tokenizer, cases_in
+from task_cases import byte_tokenizer, cases_in
 
-from srtrl.evaluation.grader_check import check_grader
 from srtrl.recipe.schema import GradingSection
 from srtrl.tasks.final_answer import as_judged, extract_answer, extractor
 from srtrl.tasks.grading import Grader
@@ -105,9 +104,3 @@ def test_only_what_follows_a_thought_is_the_answer(options: Any, choices: Any, t
     assert outcomes == ["correct" if correct else "wrong" for correct in expected]
     found = [extract(as_judged(one, text)) for one, (_, text) in zip(prompts, rows, strict=True)]
     assert found == [prompt.answer if correct else None for correct in expected]  # without an answer, no vote
-
-
-def test_a_reference_solution_follows_the_thought_that_its_prompt_opened() -> None:
-    rows = Rows(is_correct, ("a", "4", "2+2=\\boxed{4}"), ("b", "5", "\\boxed{5}"))
-    rows.eval_prompts = [replace(prompt, text="?<think>\n") for prompt in rows.eval_prompts]
-    assert check_grader("rows", rows, GRADING).disagreements == []

@@ -11,14 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from srtrl import planner
 from srtrl.cli import app
 from srtrl.engine.kv_memory import GIB
 from srtrl.model.transformer import Transformer
+from srtrl.planner import KV_CACHE, MemoryPlan, find_config, plan_memory
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.trainer import memory
 from srtrl.trainer.build import number_of_slots
-from srtrl.trainer.memory import KV_CACHE, MemoryPlan, find_config, plan_memory
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "performance.md"
@@ -86,28 +86,29 @@ def row(*cells: object) -> str:
 
 
 MATH = "show-config {recipes}/grpo_math.yaml --check"
+LORA_24 = "show-config {recipes}/lora_math_7b.yaml --check --gpu 24"
 PASSED = "verdict: all names, options and paths are correct;"
 SHOWN = {
     f"{MATH} --gpu 80": ["GPU of 80 GiB (--gpu)", "by srtrl's record of its shape", "fits: at most 72.0 GiB"],
     f"{MATH} --gpu 80 rollout.draft_head.k=3": ["draft head            0.6 GiB\n", "fits: at most 72.0 GiB"],
     f"{MATH} --gpu 38": [
         "does not fit: more than 34.2 GiB, 90% of the GPU",
-        "train.micro_batch_tokens=4608         saves   2.2 GiB, sum 35.4\n",
-        "rollout.kv_memory_gib=3.2             saves   1.2 GiB, sum 34.2: fits, with 104 slots",
+        "advice: with rollout.kv_memory_gib=1.0 it fits, with 32 slots\n",
     ],
     f"{MATH} --gpu 24 device=auto": [
-        f"{PASSED} does not fit a GPU of 24 GiB (there is none here: trains on the CPU), but",
-        "model.lora.rank=32                    saves  23.4 GiB, sum 18.6: fits, with 294 slots",
+        f"{PASSED} does not fit a GPU of 24 GiB (there is none here: trains on the CPU)\n",
+        "advice: with model.lora.rank=32 it fits, with 294 slots\n",
     ],
     "show-config {recipes}/grpo_gsm8k.yaml --check --gpu 5 train.sharding=fsdp2": [
-        *("on each of 64 GPUs of 5 GiB", "model.gradient_checkpointing=true     saves  20.9 GiB"),
-        "sum 4.5: fits, with 386 slots\n",
+        "on each of 64 GPUs of 5 GiB",
+        "advice: a GPU of 27 GiB; model.gradient_checkpointing=true saves 20.9 GiB, which is not enough\n",
     ],
-    "show-config {recipes}/lora_math_7b.yaml --check --gpu 24": [
+    LORA_24: [
         "LoRA's copy of the base weights, base: device",
-        "model.lora.base=host                  saves  12.2 GiB, sum 27.7\n",
-        "rollout.kv_memory_gib=3.9             saves   0.2 GiB, sum 21.6: fits, with 81 slots",
+        "advice: a GPU of 41 GiB; model.lora.base=host saves 12.2 GiB, which is not enough\n",
     ],
+    f"{LORA_24} model.lora.base=host": ["advice: a GPU of 27 GiB; train.micro_batch_tokens=3584 saves 6.0 GiB"],
+    f"{LORA_24} model.lora.base=host train.micro_batch_tokens=3584 rollout.kv_memory_gib=3.9": ["fits: at most 21.6"],
     "show-config {recipes}/grpo_math.yaml --check --gpu 80 train.sharding=fsdp2 model.path=Qwen/Qwen3-8B": [
         *("on each of 8 GPUs of 80 GiB", f"{PASSED} fits each of 8 GPUs of 80 GiB"),
     ],
@@ -153,7 +154,9 @@ OPTIONS: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"lora": 
 def test_two_and_three_layers_tell_the_activations_of_all(options: dict[str, Any]) -> None:
     config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=5)
     section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
-    assert memory._activation_bytes(config, section.model_dump_json(), 500) == memory._peak_bytes(config, section, 500)
+    assert planner._activation_bytes(config, section.model_dump_json(), 500) == planner._peak_bytes(
+        config, section, 500
+    )
 
 
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:

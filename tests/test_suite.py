@@ -12,7 +12,6 @@ from bench_cases import run, write_rows
 from srtrl.evaluation.suite import Benchmark, Suite, bare_source, open_suite, suite_recipe
 from srtrl.recipe.file import RecipeSource
 from srtrl.recipe.schema import Recipe
-from srtrl.tasks.rows import MissingDataError
 
 GSM8K = [{"question": f"{n} plus 1?", "answer": f"so it is\n#### {n + 1}"} for n in range(6)]
 MATH = [{"problem": f"{n} plus 2?", "answer": f"{n + 2}", "solution": f"\\boxed{{{n + 2}}}"} for n in range(5)]
@@ -55,7 +54,7 @@ def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=AssertionError("must not be reached")))
-    with pytest.raises(MissingDataError, match=r"no data of aime24; expected one of aime24\.jsonl.*with --only"):
+    with pytest.raises(ValueError, match=r"no data of aime24; expected one of aime24\.jsonl.*with --only"):
         open_suite("math", data_dir=data)
     suite = open_suite("math", only="mmlu_stem,gsm8k", data_dir=data)
     assert [benchmark.name for benchmark in suite.benchmarks] == ["gsm8k", "mmlu_stem"]

@@ -19,19 +19,18 @@ from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
-from srtrl.run.interrupt import UpdateMemoryError
-from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import load_task
 from srtrl.trainer import build
 from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.update import run_optimizer_steps
 from srtrl.warm_start import training as warm_start
 from srtrl.warm_start.training import (
     SupervisedObjective,
     WarmStartSummary,
     run_warm_start,
     solution_sequence,
-    supervised_step,
     train_tokenizer,
+    update_plan,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -91,7 +90,7 @@ def make_recipe(output: Path, **warm_start: Any) -> Recipe:
 
 
 def run(recipe: Recipe, **options: Any) -> WarmStartSummary:
-    return run_warm_start(recipe, progress=RunProgress(12), **options)
+    return run_warm_start(recipe, **options)
 
 
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
@@ -120,7 +119,9 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
     model = load_model(str(policy), dtype=torch.float64, device="cpu")
     optimizer = build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     context = UpdateContext(recipe=recipe, step=1)
-    found = supervised_step(SupervisedObjective(model), optimizer, sequences, context)
+    assert recipe.warm_start is not None
+    updates = update_plan(recipe.warm_start)
+    found = run_optimizer_steps(SupervisedObjective(model), optimizer, sequences, context, updates)
     assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
@@ -217,19 +218,6 @@ def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: s
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(*_: Any, **__: Any) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(warm_start, "run_optimizer_steps", run_out)
-    with pytest.raises(UpdateMemoryError) as caught:
-        run(make_recipe(tmp_path / "out"))
-    text = str(caught.value)
-    assert text.startswith("warm start step 1: the device's memory is too small. CUDA out of memory.")
-    assert "model.gradient_checkpointing=true" in text
-    assert not (tmp_path / "out").exists()
 
 
 def test_overwrite_renames_what_is_in_the_way(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""`srtrl eval`: benchmarks, their figures and the agreement of graders with reference solutions."""
+"""`srtrl eval`: a policy on held-out problems and benchmarks, and its figures."""

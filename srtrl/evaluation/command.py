@@ -1,4 +1,4 @@
-"""`srtrl eval`: a policy on held-out problems, of a task or of a suite; or its graders on reference solutions."""
+"""`srtrl eval`: a policy on held-out problems, of a task or of a suite."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,9 +7,7 @@ import typer
 
 
 def command(
-    model_or_run: Annotated[
-        str | None, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a run.")
-    ] = None,
+    model_or_run: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a run.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
@@ -29,9 +27,6 @@ def command(
         Path | None, typer.Option(metavar="FILE.jsonl", help="Write a row for each sample into this file.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --output replace a file.")] = False,
-    check_grader: Annotated[
-        bool, typer.Option("--check-grader", help="Grade the reference solutions, not a model.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a policy on held-out problems.
@@ -50,17 +45,10 @@ def command(
         raise ValueError("--only and --data-dir belong to --suite NAME, which is missing")
     if suite is not None and task is not None:
         raise ValueError("--task and --suite: choose one")
-    changes = list(overrides or ())
-    if check_grader and model_or_run is not None and "=" in model_or_run:  # there is no model: that was an override
-        changes.insert(0, model_or_run)
-        model_or_run = None
-    if model_or_run is None and not check_grader:
-        raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run")
     check_output("--output", output, None, force=force)
     with open_ranks() as ranks:
         opened = None if suite is None else open_suite(suite, only=only, data_dir=data_dir)
-        model, recipes = run.find_recipes(model_or_run, changes, recipe=recipe, task=task, suite=opened, step=step)
-        if check_grader:
-            run.check_graders(recipes, as_json=as_json)
-        else:
-            run.evaluate(model, recipes, suite=suite, output=output, as_json=as_json, ranks=ranks)
+        model, recipes = run.find_recipes(
+            model_or_run, overrides or (), recipe=recipe, task=task, suite=opened, step=step
+        )
+        run.evaluate(model, recipes, suite=suite, output=output, as_json=as_json, ranks=ranks)

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from srtrl.checks import build_checked
-from srtrl.evaluation import grader_check, tables
+from srtrl.evaluation import tables
 from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.evaluation.suite import Suite, bare_source, suite_recipe
-from srtrl.ranks.processes import Ranks, is_main_process
+from srtrl.ranks.processes import Ranks
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.metrics import describe_held_out
 from srtrl.run.progress import RunProgress, reporting_compilation
-from srtrl.tasks.base import load_task
-from srtrl.trainer.build import build_tokenizer
-
-ANY_MODEL = "bundled:tiny"
-"""Its tokenizer reads the problems where only their grader is checked."""
 
 
 def find_recipes(
-    model_or_run: str | None,
+    model_or_run: str,
     overrides: Sequence[str],
     *,
     recipe: Path | None = None,
@@ -45,12 +37,11 @@ def find_recipes(
     Raises:
         ValueError: a run without (this) checkpoint, a value that cannot be used, or neither a task nor a suite.
     """
-    model, run_recipe = (ANY_MODEL, None) if model_or_run is None else resolve_eval_source(model_or_run, step=step)
+    model, run_recipe = resolve_eval_source(model_or_run, step=step)
     source = None
     if (path := recipe or run_recipe) is not None:
         source = read_source(path)
-        if model_or_run is not None:
-            source.put(("model", "path"), model, "MODEL_OR_RUN")
+        source.put(("model", "path"), model, "MODEL_OR_RUN")
     elif task is not None:
         source = bare_source(model)
     if suite is not None:
@@ -84,32 +75,12 @@ def evaluate(
             outcomes.append(outcome)
             if len(recipes) > 1:
                 progress.step(len(outcomes), f"{outcome.name}: {describe_held_out(outcome.metrics)}")
-    title = model if suite is None else f"{model}: suite {suite}"
-    records = [tables.eval_record(outcome) for outcome in outcomes]
-    record = {"model": model, **records[0]}
-    if suite is not None:
-        record = {"model": model, "suite": suite, "benchmarks": records}
-        record["macro_average"] = asdict(tables.macro_estimate(outcomes))
-    _print(tables.eval_table(title, outcomes), record, as_json=as_json)
-
-
-def check_graders(recipes: Mapping[str, Recipe], *, as_json: bool) -> None:
-    """Grade the reference solutions of the problems of each recipe, of any length; print where the grader disagrees.
-
-    Raises:
-        ValueError: a task has no verifier, or its data cannot be used.
-    """
-    reports = []
-    for name, recipe in recipes.items():
-        rollout = recipe.rollout.model_copy(update={"max_prompt_tokens": sys.maxsize})
-        task = load_task(recipe.model_copy(update={"rollout": rollout}), build_tokenizer(recipe))
-        reports.append(grader_check.check_grader(name, task, recipe.grading, recipe.eval.num_problems))
-    _print(grader_check.grader_table(reports), [asdict(report) for report in reports], as_json=as_json)
-    for report in [] if as_json else reports:
-        for row in report.disagreements:
-            print(f"{report.name} {row.prompt_id}: {row.question}: {row.reason}")
-
-
-def _print(table: Table, record: Any, *, as_json: bool) -> None:
-    if is_main_process():
-        print(json.dumps(record)) if as_json else Console().print(table)
+    if ranks.is_main and as_json:
+        records = [tables.eval_record(outcome) for outcome in outcomes]
+        if suite is None:
+            print(json.dumps({"model": model, **records[0]}))
+            return
+        macro = asdict(tables.macro_estimate(outcomes))
+        print(json.dumps({"model": model, "suite": suite, "benchmarks": records, "macro_average": macro}))
+    elif ranks.is_main:
+        Console().print(tables.eval_table(model if suite is None else f"{model}: suite {suite}", outcomes))

@@ -9,7 +9,7 @@ the JSON.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,15 +19,13 @@ from srtrl.checks import build_checked
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe, read_source, validate_section
 from srtrl.recipe.schema import Recipe, Section
 from srtrl.resolve import suggestion
-from srtrl.tasks.rows import MissingDataError, RowError, RowSource, check_source, get_field, read_rows
+from srtrl.tasks.rows import RowError, RowSource, check_source, read_rows
 
 FOLDER = Path(__file__).parent / "suites"
-FILE_ENDINGS = ("{name}.jsonl", "{name}.parquet", "{name}_test.jsonl", "{name}_test.parquet")
-"""What `--data-dir` looks for, in this order."""
+FILE_ENDINGS = (".jsonl", ".parquet", "_test.jsonl", "_test.parquet")
+"""What `--data-dir` looks for behind a benchmark's name, in this order."""
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
 """Options of the task `math` for the text of the prompt."""
-FIELDS = ("problem_field", "answer_field", "choices_field", "solution_field", "id_field")
-"""Fields of the rows, as in the options of the task `math`."""
 
 
 class SuiteError(RecipeError):
@@ -37,42 +35,18 @@ class SuiteError(RecipeError):
 
 
 class Benchmark(Section):
-    """One benchmark; where a field has several names, the first that the rows have counts."""
+    """One benchmark, which is evaluated as the task `math`."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$")
     """For `--only`, `--data-dir` and the output."""
     data: RowSource
     """Where the problems are, unless `--data-dir` is given."""
-    problem_field: list[str] = Field(default=["problem", "question"], min_length=1)
-    """Field of the problem's text."""
-    answer_field: list[str] = Field(default=["answer"], min_length=1)
-    """Field of the reference answer, or of a text that contains it."""
-    answer_pattern: str | None = None
-    """As in the options of the task `math`."""
-    answer_boxed: bool = False
-    """As in the options of the task `math`."""
-    choices_field: list[str] = Field(default_factory=list)
-    """Multiple choice: field of the choices; the answer is a letter, or an index that counts from 0."""
-    solution_field: list[str] = Field(default_factory=list)
-    """Field of the worked solution, for `--check-grader`."""
-    id_field: list[str] = Field(default_factory=list)
-    """Field of a unique name for each row; by default its file and line."""
-    prompt_template: str | None = None
-    """Instead of the suite's."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task `math`; where one is a list of fields, the first that the rows have counts."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Instead of the suite's."""
     num_samples: int | None = Field(default=None, ge=1)
     """Instead of the suite's."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the task `math` for located rows: source and fields, but not how the prompt reads."""
-        return {
-            "eval": self.data.model_dump(exclude_defaults=True),
-            "answer_pattern": self.answer_pattern,
-            "answer_boxed": self.answer_boxed,
-            **{option: name for option in FIELDS for name in getattr(self, option)},
-        }
 
 
 class Suite(Section):
@@ -82,12 +56,8 @@ class Suite(Section):
     """In the order of the table."""
     prompt_template: str = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
     """Text of the prompt, where the policy has no recipe that says how it was asked."""
-    system_prompt: str | None = None
-    """System message, where the chat template is used."""
     temperature: float = Field(default=1.0, ge=0)
     """Of the sampling; 0 is greedy, with one sample of each problem."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the smallest set of most likely tokens with this mass."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Longer prompts are left out, and counted."""
     max_new_tokens: int = Field(default=4096, ge=1)
@@ -114,8 +84,7 @@ def open_suite(name: str, *, only: str | None = None, data_dir: Path | None = No
         data_dir: Folder of the data; the hub is then not used.
 
     Raises:
-        MissingDataError: a benchmark's data is not available.
-        ValueError: an option is incorrect, or the data does not fit its benchmark.
+        ValueError: an option is incorrect, or a benchmark's data is not available.
     """
     suite = load_suite(name)
     names = [benchmark.name for benchmark in suite.benchmarks]
@@ -124,10 +93,7 @@ def open_suite(name: str, *, only: str | None = None, data_dir: Path | None = No
         if benchmark not in names:
             near = suggestion(benchmark, names) or ";"
             raise ValueError(f"--only: no benchmark `{benchmark}`{near} expected one of {', '.join(names)}")
-    try:
-        located = [locate(benchmark, data_dir) for benchmark in suite.benchmarks if benchmark.name in wanted]
-    except MissingDataError as error:
-        raise MissingDataError(f"{error}; choose other benchmarks with --only, or files with --data-dir") from error
+    located = [locate(benchmark, data_dir) for benchmark in suite.benchmarks if benchmark.name in wanted]
     return suite.model_copy(update={"benchmarks": located})
 
 
@@ -154,36 +120,34 @@ def load_suite(name: str) -> Suite:
 def locate(benchmark: Benchmark, folder: Path | None) -> Benchmark:
     """The benchmark with its data found, and of the names of each field the first that the first row has.
 
-    Where it has none of them, the first name stays, which loading the data refuses; a row need not have an id.
+    Where it has none of them, the first name stays, which loading the data refuses.
 
     Raises:
-        MissingDataError: there is no file for it in the folder (`--data-dir`), or the hub does not give the data.
+        ValueError: there is no file for it in the folder (`--data-dir`), or the hub does not give the data.
     """
     source = benchmark.data
     if folder is not None:
-        candidates = [folder / ending.format(name=benchmark.name) for ending in FILE_ENDINGS]
-        files = [str(path) for path in candidates if path.is_file()]
+        names = [f"{benchmark.name}{ending}" for ending in FILE_ENDINGS]
+        files = [str(folder / name) for name in names if (folder / name).is_file()]
         if not files:
-            names = ", ".join(path.name for path in candidates)
-            raise MissingDataError(f"--data-dir: {folder} has no data of {benchmark.name}; expected one of {names}")
+            raise ValueError(
+                f"--data-dir: {folder} has no data of {benchmark.name}; expected one of {', '.join(names)}; choose "
+                "other benchmarks with --only"
+            )
         source = RowSource(files=files[:1])
-    check_source(source, f"benchmark {benchmark.name}")
-    first = next(read_rows(source), None)
+    try:
+        check_source(source, f"benchmark {benchmark.name}")
+        first = next(read_rows(source), None)
+    except ValueError as error:
+        raise ValueError(f"{error}; choose other benchmarks with --only, or files with --data-dir") from error
     # Where the first row is damaged, loading the data reports it.
     fields = {} if first is None or isinstance(first.fields, RowError) else first.fields
-    chosen: dict[str, list[str]] = {}
-    for option in FIELDS:
-        names = getattr(benchmark, option)
-        present = [name for name in names if _has(fields, name)]
-        chosen[option] = present[:1] if present or option == "id_field" else names[:1]
-    return benchmark.model_copy(update={"data": source, **chosen})
-
-
-def _has(fields: Mapping[str, Any], name: str) -> bool:
-    try:
-        return get_field(fields, name) is not None
-    except RowError:
-        return False
+    options = benchmark.options.copy()
+    for option, names in options.items():
+        if isinstance(names, list):
+            present = [name for name in names if fields.get(str(name).partition(".")[0]) is not None]
+            options[option] = next(iter(present or names), None)
+    return benchmark.model_copy(update={"data": source, "options": options})
 
 
 # --- Recipes ----------------------------------------------------------------------------------------------------------
@@ -217,26 +181,25 @@ def suite_recipe(
     """
     where = f"benchmark {benchmark.name}"
     lengths = (suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens)
-    prompting: dict[str, Any] = {"prompt_template": benchmark.prompt_template or suite.prompt_template}
-    if suite.system_prompt is not None:
-        prompting["system_prompt"] = suite.system_prompt
+    options = {"prompt_template": suite.prompt_template, **benchmark.options}
     if run is None:
         source = bare_source(model, *lengths)
-        source.put(("eval",), {"temperature": suite.temperature, "top_p": suite.top_p}, where)
+        source.put(("eval",), {"temperature": suite.temperature}, where)
     else:
         source = copy.deepcopy(run)
         source.put(("train", "micro_batch_tokens"), 1 << 30, where)  # only training reads it
         trained = build_recipe(run)
         if trained.task.name == "math":  # only then its prompts and lengths fit the suite's problems
-            prompting = {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
+            options = {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
+            options |= {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
         else:
             for name, value in _lengths(model, *lengths).items():
                 source.put(("rollout", name), value, where)
-    source.put(("task",), {"name": "math", "options": {**benchmark.options, **prompting}}, where)
+    options["eval"] = benchmark.data.model_dump(exclude_defaults=True)
+    source.put(("task",), {"name": "math", "options": options}, where)
     source.put(("rewards",), [{"name": "correct"}], where)
-    changed = copy.deepcopy(source)
-    changed.override(overrides)
-    is_greedy = changed.data["eval"].get("temperature") == 0  # then all samples are the same
+    source.override(overrides)
+    is_greedy = build_recipe(source).eval.temperature == 0  # then all samples are the same
     source.put(("eval", "num_samples"), 1 if is_greedy else benchmark.num_samples or suite.num_samples, where)
     source.put(("eval", "num_problems"), None, where)
     source.override(overrides)

@@ -107,5 +107,5 @@ def explain_out_of_memory(where: str) -> Iterator[None]:
             f"{where}: the device's memory is too small. {reason}\nNo weight was left half changed. Options that lower "
             "the memory of an update: train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true, "
             "rollout.kv_memory_gib, rollout.max_new_tokens, model.dtype=bfloat16, model.lora; "
-            "`srtrl show-config RECIPE --check` computes what each of them saves"
+            "`srtrl show-config RECIPE --check` computes the memory of a step"
         ) from error

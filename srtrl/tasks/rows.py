@@ -42,10 +42,6 @@ class RowError(ValueError):
     """The reason why a row cannot be used; the caller adds the place."""
 
 
-class MissingDataError(ValueError):
-    """The data as a whole is missing: no such file, or the data set of the hub cannot be read."""
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
     """One row, or the reason why it is none."""
@@ -61,8 +57,7 @@ def read_rows(source: RowSource) -> Iterator[Row]:
     """Rows in order; a malformed one carries its error, so that the caller decides whether to continue.
 
     Raises:
-        ValueError: a file as a whole cannot be read, or a Parquet file is damaged.
-        MissingDataError: the hub's data set cannot be read.
+        ValueError: a file as a whole or the hub's data set cannot be read, or a Parquet file is damaged.
     """
     if source.hub is not None:
         yield from _read_hub(source)
@@ -88,10 +83,10 @@ def check_source(source: RowSource, option: str) -> None:
         try:
             regular_file(path)
         except ValueError as error:
-            raise MissingDataError(f"{option}.files.{index}: {error}") from error
+            raise ValueError(f"{option}.files.{index}: {error}") from error
         if not path.is_file():
             near = suggestion(name, map(str, path.parent.glob("*.*")))
-            raise MissingDataError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){near}")
+            raise ValueError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){near}")
         if name in source.files[:index]:
             raise ValueError(f"{option}.files.{index}: {name} is listed twice")
 
@@ -154,7 +149,7 @@ def _read_hub(source: RowSource) -> Iterator[Row]:
     try:
         dataset = datasets.load_dataset(source.hub, source.config, split=source.split)
     except (OSError, ValueError) as error:
-        raise MissingDataError(f"hub data set {source.hub} ({source.config}, {source.split}): {error}") from error
+        raise ValueError(f"hub data set {source.hub} ({source.config}, {source.split}): {error}") from error
     for number, fields in enumerate(dataset, start=1):
         name = f"{source.hub}/{source.split}:{number}"
         yield Row(place=name, name=name, fields=fields)

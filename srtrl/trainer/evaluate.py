@@ -32,19 +32,16 @@ def held_out_prompts(task: TaskBase, recipe: Recipe) -> list[Prompt]:
     return list(task.eval_prompts[: recipe.eval.num_problems])
 
 
-def evaluates_ends(task: TaskBase, recipe: Recipe) -> bool:
-    """Whether the first and the last policy are evaluated: `auto` where the task has held-out problems."""
-    choice = recipe.eval.before_and_after
-    return bool(task.eval_prompts) if choice == "auto" else choice
-
-
 def training_evals(task: TaskBase, recipe: Recipe) -> tuple[bool, list[Prompt]]:
     """Whether the first and the last policy of a run are evaluated, and the problems of all its evaluations.
+
+    `eval.before_and_after: auto` evaluates them where the task has held-out problems.
 
     Raises:
         ValueError: there are to be evaluations, and the task has no such problems.
     """
-    at_ends = evaluates_ends(task, recipe)
+    choice = recipe.eval.before_and_after
+    at_ends = bool(task.eval_prompts) if choice == "auto" else choice
     has_evals = at_ends or recipe.eval.every_steps is not None
     return at_ends, held_out_prompts(task, recipe) if has_evals else []
 

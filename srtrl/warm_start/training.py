@@ -32,9 +32,8 @@ from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer import build
-from srtrl.trainer.evaluate import evaluates_ends, held_out_prompts
+from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.objective import Objective, response_logprobs
-from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.update import run_optimizer_steps
@@ -64,82 +63,80 @@ class WarmStartSummary:
     """None where `eval.before_and_after` is false."""
 
 
-def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProgress | None = None) -> WarmStartSummary:
+def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSummary:
     """Fine-tune on `task.solution` of the training prompts, save the policy, and evaluate it on held-out problems.
 
     The loss is on the solution's tokens and the end token only. Prompt and solution are tokenised apart, so that the
-    boundary is the one that RL sees. Same recipe, machine and thread count: same weights.
+    boundary is the one that RL sees. Same recipe, machine and thread count: same weights. Several ranks share the
+    passes of each step; the first one writes.
 
     Raises:
         ValueError: the recipe has no `warm_start`, the output folder is not empty (without `overwrite`), the task has
             no solutions, or none fits `rollout.max_new_tokens`.
         RuntimeError: the loss or its gradient is not finite, or the device's memory is too small; nothing is saved.
     """
-    if recipe.warm_start is None:
+    section = recipe.warm_start
+    if section is None:
         raise ValueError("this recipe has no `warm_start` section (at least `warm_start.output` must be given)")
-    with open_ranks() as ranks:
-        if progress is None or not ranks.is_main:
-            console = Console(quiet=True) if not ranks.is_main else None
-            num_steps = recipe.warm_start.num_steps
-            progress = RunProgress(num_steps, console=console)
-        return _run(recipe, recipe.warm_start, overwrite, progress, ranks)
-
-
-def _run(
-    recipe: Recipe, section: WarmStartSection, overwrite: bool, progress: RunProgress, ranks: Ranks
-) -> WarmStartSummary:
-    """The warm start, on one of the ranks, which share the passes of each step; the first one writes."""
     output = Path(section.output)
-    ranks.on_main(lambda: _check_output(output, overwrite=overwrite), "checks of rank 0")
-    set_cpu_threads(recipe.num_threads)
-    with ranks.synchronized("loading the task and the model"):
-        tokenizer = _tokenizer(recipe, section)
-        conversations = build.build_conversations(recipe, tokenizer)
-        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
-        if has_eval := evaluates_ends(task, recipe):
-            held_out_prompts(task, recipe)  # raises where there are none
-        model = _model(recipe, section, tokenizer, build.choose_device(recipe))
-        build.shard_model(model, recipe, ranks)
-    # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
-    opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
-    with progress, opened:
-        batches = solution_batches(recipe, section, task, tokenizer, conversations)
-        losses, num_left_out = _fine_tune(recipe, section, model, batches, progress, ranks)
+    with open_ranks() as ranks:
+        ranks.on_main(lambda: _check_output(output, overwrite=overwrite), "checks of rank 0")
+        set_cpu_threads(recipe.num_threads)
+        progress = RunProgress(section.num_steps, console=None if ranks.is_main else Console(quiet=True))
+        with ranks.synchronized("loading the task and the model"):
+            tokenizer = _tokenizer(recipe, section)
+            conversations = build.build_conversations(recipe, tokenizer)
+            task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+            has_eval, _ = training_evals(task, recipe)  # raises where there are none
+            model = _model(recipe, section, tokenizer, build.choose_device(recipe))
+            build.shard_model(model, recipe, ranks)
+        # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
+        opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
+        with progress, opened:
+            batches = solution_batches(recipe, section, task, tokenizer, conversations)
+            losses, num_left_out = _fine_tune(recipe, section, model, batches, progress, ranks)
+        ranks.on_main(lambda: _save(recipe, section, model, tokenizer, progress), "saving the policy")
+        progress.say(f"saved {output}: loss {losses[-1]:.4f}")
+        if num_left_out:
+            progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
+        held_out = None
+        if has_eval:  # of the saved weights and tokenizer, as RL will load them
+            saved = recipe.model.model_copy(update={"tokenizer": None})
+            [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
+        figures = held_out.metrics if held_out is not None else {}
+        every = max(1, len(losses) // 20)
+        record = {  # no times, so that the same recipe writes the same file
+            "recipe": recipe.model_dump(mode="json"),
+            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "num_left_out": num_left_out,
+            "final_loss": losses[-1],
+            "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
+            "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
+        }
+        if ranks.is_main:
+            write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
+        return WarmStartSummary(output=output, losses=losses, held_out=held_out)
+
+
+def _save(
+    recipe: Recipe,
+    section: WarmStartSection,
+    model: Transformer,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: RunProgress,
+) -> None:
+    output = Path(section.output)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
-
-    def save() -> None:
-        if not _is_free(output):  # or has come into it while the policy learned
-            progress.say(f"the folder that was {output} is now {move_aside(output)}")
-        with new_folder(output) as temporary:
-            save_policy(
-                temporary,
-                model=model,
-                tokenizer=tokenizer,
-                end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
-                dtype=build.DTYPES[section.save_dtype],
-            )
-
-    ranks.on_main(save, "saving the policy")
-    progress.say(f"saved {output}: loss {losses[-1]:.4f}")
-    if num_left_out:
-        progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
-    held_out = None
-    if has_eval:  # of the saved weights, as RL will load them
-        saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
-        [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
-    figures = held_out.metrics if held_out is not None else {}
-    every = max(1, len(losses) // 20)
-    record = {  # no times, so that the same recipe writes the same file
-        "recipe": recipe.model_dump(mode="json"),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_left_out": num_left_out,
-        "final_loss": losses[-1],
-        "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
-        "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
-    }
-    if ranks.is_main:
-        write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
-    return WarmStartSummary(output=output, losses=losses, held_out=held_out)
+    if not _is_free(output):  # or has come into it while the policy learned
+        progress.say(f"the folder that was {output} is now {move_aside(output)}")
+    with new_folder(output) as temporary:
+        save_policy(
+            temporary,
+            model=model,
+            tokenizer=tokenizer,
+            end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
+            dtype=build.DTYPES[section.save_dtype],
+        )
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -220,7 +217,9 @@ def _fine_tune(
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
         batch, num_left_out = next(batches)
-        metrics = supervised_step(objective, optimizer, batch, UpdateContext(recipe=recipe, step=step, ranks=ranks))
+        context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
+        with explain_out_of_memory(f"warm start step {step}"):
+            metrics = run_optimizer_steps(objective, optimizer, batch, context, update_plan(section))
         losses.append(metrics["loss"])
         progress.step(
             step,
@@ -232,22 +231,10 @@ def _fine_tune(
     return losses, num_left_out
 
 
-def supervised_step(
-    objective: SupervisedObjective, optimizer: MasterAdamW, batch: list[TrainSequence], context: UpdateContext
-) -> dict[str, float]:
-    """Optimizer step `context.step` (from 1), on the mean negative log-prob of the batch's response tokens.
-
-    Returns:
-        `loss`, that mean in nats, `grad_norm` before clipping, and `learning_rate`.
-
-    Raises:
-        NonFiniteError: loss or gradient norm is not finite.
-        UpdateMemoryError: the device's memory is too small.
-    """
-    section = context.recipe.warm_start
-    assert section is not None
-    updates = UpdatePlan(
-        mini_batch_prompts=1,  # all sequences have one draw index
+def update_plan(section: WarmStartSection) -> UpdatePlan:
+    """One optimizer step for each batch, whose sequences all have one draw index."""
+    return UpdatePlan(
+        mini_batch_prompts=1,
         num_epochs=1,
         steps_per_batch=1,
         num_skipped=0,
@@ -257,8 +244,6 @@ def supervised_step(
         schedule="cosine",
         max_grad_norm=1.0,
     )
-    with explain_out_of_memory(f"warm start step {context.step}"):
-        return run_optimizer_steps(objective, optimizer, batch, context, updates)
 
 
 def solution_sequence(
@@ -320,7 +305,6 @@ def solution_batches(
     max_new_tokens = recipe.rollout.max_new_tokens
     batch: list[TrainSequence] = []
     num_tokens = num_left_out = 0
-    first_reason = ""
     for draw in count():
         prompt = task.train_prompts[order.prompt_of(draw)]
         if conversations is not None:
@@ -332,9 +316,9 @@ def solution_batches(
                 raise MalformedCallError(f"{num_solution_tokens} tokens; rollout.max_new_tokens is {max_new_tokens}")
         except MalformedCallError as error:
             num_left_out += 1
-            first_reason = first_reason or f"that of {prompt.prompt_id} has {error}"
             if num_left_out == order.num_prompts == draw + 1:
-                raise ValueError(f"no rollout could produce any of the solutions: {first_reason}") from error
+                reason = f"that of {prompt.prompt_id} has {error}"
+                raise ValueError(f"no rollout could produce any of the solutions: {reason}") from error
             continue
         if section.noise:
             chosen = sequence.targets[random.random(len(sequence.targets)) < section.noise]

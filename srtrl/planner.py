@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from srtrl.engine.kv_memory import GIB, choose_num_pages, kv_bytes
-from srtrl.engine.runner import EngineOptions, page_bytes_of
+from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.shapes import published_shape
@@ -29,7 +28,7 @@ from srtrl.model.weights import is_local, read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
 from srtrl.run.place import is_empty, run_path
-from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, build_draft_head, number_of_slots
+from srtrl.trainer.build import DTYPES, build_draft_head, number_of_slots
 from srtrl.trainer.draft_head import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
@@ -40,19 +39,20 @@ MAX_SHARE = 0.9
 """Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, CUDA graphs,
 fragmentation."""
 DECODER_BYTES = 4 * 10**8
-"""Of the decoder's buffers where Triton is not installed, which they need: about as much for all models up to 14B."""
+"""Of the decoder's buffers beside the KV cache: 0.3 to 0.5 GiB for all models up to 14B."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
-"""With `train.sharding: fsdp2` the plan is for the first of these that fits, or for those of this machine."""
+"""With `train.sharding: fsdp2` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
-    ("model.gradient_checkpointing=true", "train.micro_batch_tokens={longest}", "model.dtype=bfloat16", KV_CHANGE),
-    (
-        *("model.lora.rank=32", "model.dtype=bfloat16", "model.gradient_checkpointing=true", KV_CHANGE),
-        *("model.lora.base=host", "train.micro_batch_tokens={longest}", "algorithm.kl.coefficient=0", KV_CHANGE),
-    ),
+    "model.gradient_checkpointing=true",
+    "train.micro_batch_tokens={longest}",
+    "model.dtype=bfloat16",
+    KV_CHANGE,
+    "model.lora.rank=32",
+    "model.lora.base=host",
 )
-"""Overrides that lower the memory of a step: those that leave all weights learning, and others."""
+"""Overrides that lower the memory of a step, in the order in which they are advised."""
 USEFUL_SEQUENCES = 4
 """Of the maximum length, in the smallest KV cache that is advised."""
 
@@ -111,7 +111,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     Raises:
         ValueError: `rollout.kv_memory_gib` is given, and does not hold a sequence of the maximum length.
     """
-    section, lora = recipe.model.model_dump_json(exclude={"lora": {"base"}}), recipe.model.lora
+    section, lora = recipe.model, recipe.model.lora
     kept, gradients, base = _learner_bytes(config, section)
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
@@ -132,64 +132,47 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
-    options = EngineOptions(slots=slots, prefill_chunk_tokens=PREFILL_TOKENS["cuda"])
-    parts["decoder's buffers"] = _decoder_bytes(policy, options, longest)
-    page_bytes = page_bytes_of(policy, options.page_size)
-    smallest_kv = -(-longest // options.page_size) * page_bytes
-    kv = kv_bytes(rollout.kv_memory_gib, free - parts["decoder's buffers"], reserved_bytes=gradients)
+    parts["decoder's buffers"] = DECODER_BYTES
+    page_bytes = page_bytes_of(policy, PAGE_SIZE)
+    smallest_kv = -(-longest // PAGE_SIZE) * page_bytes
+    kv = kv_bytes(rollout.kv_memory_gib, free - DECODER_BYTES, reserved_bytes=gradients)
     if kv >= smallest_kv or rollout.kv_memory_gib != "auto":
         kv = page_bytes * choose_num_pages(
-            kv, page_bytes=page_bytes, page_size=options.page_size, slots=slots, max_sequence_tokens=longest
+            kv, page_bytes=page_bytes, page_size=PAGE_SIZE, slots=slots, max_sequence_tokens=longest
         )
     parts[KV_CACHE] = kv
     parts["gradients"] = gradients
-    parts["activations"] = gathered + _activation_bytes(config, section, recipe.train.micro_batch_tokens)
+    settings = section.model_dump_json(exclude={"lora": {"base"}})
+    parts["activations"] = gathered + _activation_bytes(config, settings, recipe.train.micro_batch_tokens)
     return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots, num_gpus=num_gpus)
 
 
-def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> list[tuple[str, int, MemoryPlan]]:
-    """The first of `CHANGES` with which the step fits, up to there; else the last of them.
-
-    Each change is made on top of those before it, those that save nothing are left out.
-
-    Returns:
-        Overrides (`section.key=value`), the bytes that each saves (a part of which an automatic KV cache takes), and
-        the plan with it.
-    """
-    for changes in CHANGES:
-        steps = list(_change(recipe, config, plan, changes))
-        if steps and steps[-1][-1].fits:
-            break
-    return steps
-
-
-def _change(
-    recipe: Recipe, config: ModelConfig, plan: MemoryPlan, changes: Iterable[str]
-) -> Iterator[tuple[str, int, MemoryPlan]]:
+def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> str:
+    """What helps a step that does not fit: the first of `CHANGES` with which it fits, else the one that saves most."""
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
-    for change in changes:
-        if plan.fits:
-            return
-        kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
+    kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
+    saved, best = 0, ""
+    for change in CHANGES:
         if change == KV_CHANGE and kv_gib * GIB < USEFUL_SEQUENCES * plan.smallest_kv:
             continue
         override = change.format(longest=longest, kv_gib=kv_gib)
         source = RecipeSource(Path(), recipe.model_dump())
         source.override([override])
         try:
-            changed = build_recipe(source)
+            changed = plan_memory(build_recipe(source), config, plan.gpu_bytes, plan.num_gpus)
         except RecipeError:  # it does not go with another option
             continue
-        changed_plan = plan_memory(changed, config, plan.gpu_bytes, plan.num_gpus)
-        kept = "total" if change == KV_CHANGE else "without_kv"
-        saved = getattr(plan, kept) - getattr(changed_plan, kept)
-        if saved > 0:
-            recipe, plan = changed, changed_plan
-            yield override, saved, plan
+        if changed.fits:
+            return f"with {override} it fits, with {changed.slots} slots"
+        saved, best = max((saved, best), (plan.without_kv - changed.without_kv, override))
+    needed = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
+    several = ", or several with train.sharding=fsdp2" if plan.num_gpus == 1 and recipe.model.lora is None else ""
+    too_little = f"; {best} saves {saved / GIB:.1f} GiB, which is not enough" if best else ""
+    return f"a GPU of {needed:.0f} GiB{several}{too_little}"
 
 
 def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
-    """The lines of `srtrl show-config --check`: table, verdict, and what to change where the step does not fit.
+    """The lines of `srtrl show-config --check`: table, verdict, and what helps where the step does not fit.
 
     Args:
         recipe: Only `config.json` of its model is read.
@@ -198,7 +181,6 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     Raises:
         ValueError: see `find_config` and `plan_memory`.
     """
-    origin = "--gpu"
     if recipe.warm_start is not None and recipe.warm_start.architecture is not None:
         yield "memory: not computed for the model that warm_start.architecture makes"
         yield f"verdict: all names, options and paths are correct; `srtrl warm-start` writes {recipe.warm_start.output}"
@@ -207,14 +189,17 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
         yield _verdict(recipe, "trains on the CPU")
         return
-    is_here, origin = gpu_gib is None and torch.cuda.is_available(), "--gpu"
-    if is_here:
+    origin = "--gpu"
+    if gpu_gib is None and torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
         gpu_gib, origin = device.total_memory / GIB, device.name
     elif gpu_gib is None:
         gpu_gib, origin = DEFAULT_GPU_GIB, "there is none here; --gpu GIB for another size"
     config, source = find_config(recipe.model.path)
-    plan = _plan_sharded(recipe, config, int(gpu_gib * GIB), num_here=torch.cuda.device_count() if is_here else 0)
+    for num_gpus in NUM_GPUS if recipe.train.sharding == "fsdp2" else (1,):
+        plan = plan_memory(recipe, config, int(gpu_gib * GIB), num_gpus)
+        if plan.fits:
+            break
     notes = {"weights": f"{recipe.model.path}{source}", KV_CACHE: f"for {plan.slots} slots"}
     if plan.parts[KV_CACHE] < plan.smallest_kv:
         notes[KV_CACHE] = f"and one sequence needs {plan.smallest_kv / GIB:.1f}"
@@ -224,37 +209,15 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     for name, num_bytes in plan.parts.items():
         if num_bytes or name in notes:
             yield f"  {name:<18}{num_bytes / GIB:7.1f} GiB  {notes.get(name, '')}".rstrip()
-    verdict = "fits" if plan.fits else "does not fit"
+    outcome = "fits" if plan.fits else "does not fit"
     limit = f"{'at most' if plan.total <= plan.limit else 'more than'} {plan.limit / GIB:.1f} GiB"
-    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {verdict}: {limit}, {MAX_SHARE:.0%} of the GPU"
+    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {outcome}: {limit}, {MAX_SHARE:.0%} of the GPU"
     place = f"{plan.gpus} of {gpu_gib:.4g} GiB"
     if not torch.cuda.is_available() and recipe.device == "auto":
         place += " (there is none here: trains on the CPU)"
-    if plan.fits:
-        yield _verdict(recipe, f"fits {place}")
-        return
-    yield "what would lower it, each line on top of those before it:"
-    for override, saved, changed in advise(recipe, config, plan):
-        end = f": fits, with {changed.slots} slots" if changed.fits else ""
-        yield f"  {override:<37} saves {saved / GIB:5.1f} GiB, sum {changed.total / GIB:.1f}{end}"
-        plan = changed
     if not plan.fits:
-        least = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
-        share = "; several GPUs share weights and optimizer with" if plan.num_gpus == 1 else ""
-        yield f"  then a GPU of {least:.0f} GiB is needed, or a smaller model{share}"
-        yield from ["  train.sharding=fsdp2 (not with model.lora)"] if share else []
-    yield _verdict(recipe, f"does not fit {place}{', but with these changes' if plan.fits else ''}")
-
-
-def _plan_sharded(recipe: Recipe, config: ModelConfig, gpu_bytes: int, *, num_here: int) -> MemoryPlan:
-    """The plan; with `train.sharding: fsdp2` for the GPUs of this machine, or for as few as fit."""
-    if recipe.train.sharding != "fsdp2":
-        return plan_memory(recipe, config, gpu_bytes)
-    for num_gpus in (num_here,) if num_here > 1 else NUM_GPUS:
-        plan = plan_memory(recipe, config, gpu_bytes, num_gpus)
-        if plan.fits:
-            break
-    return plan
+        yield f"advice: {advise(recipe, config, plan)}"
+    yield _verdict(recipe, f"{outcome} {place}")
 
 
 def _verdict(recipe: Recipe, outcome: str) -> str:
@@ -304,13 +267,13 @@ def _make_optimizer(model: Transformer | ValueModel, section: ModelSection) -> t
     return optimizer, [tensor for tensor in held if id(tensor) not in own]
 
 
-@cache  # for other GPUs, and other changes; sections hold lists, so that their JSON stands for them
-def _learner_bytes(config: ModelConfig, section: str, *, is_critic: bool = False) -> tuple[dict[str, int], int, int]:
+def _learner_bytes(
+    config: ModelConfig, section: ModelSection, *, is_critic: bool = False
+) -> tuple[dict[str, int], int, int]:
     """Bytes by name of what a model that learns keeps, of its gradients, and of its weights at the start of the run."""
-    settings = ModelSection.model_validate_json(section)
-    policy = _make_policy(config, settings)
+    policy = _make_policy(config, section)
     model = ValueModel(policy) if is_critic else policy
-    optimizer, masters = _make_optimizer(model, settings)
+    optimizer, masters = _make_optimizer(model, section)
     weights = _num_bytes(model.parameters())
     kept = {
         "weights": weights,
@@ -320,18 +283,6 @@ def _learner_bytes(config: ModelConfig, section: str, *, is_critic: bool = False
     if isinstance(optimizer, LoraAdamW):
         return kept, optimizer.gradient_bytes, _num_bytes(matrix.base for matrix in optimizer.matrices)
     return kept, optimizer.gradient_bytes, weights
-
-
-def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
-    """The decoder's buffers beside the KV cache."""
-    if find_spec("triton") is None:
-        return DECODER_BYTES
-    from srtrl.engine.cuda_runner import CudaRunner
-
-    tracker = _MemoryTracker([])
-    with tracker:
-        CudaRunner(policy, options, max_sequence_tokens)
-    return tracker.peak
 
 
 def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
@@ -348,7 +299,7 @@ def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
     return tracker.peak - _num_bytes(policy.parameters())
 
 
-@cache
+@cache  # for other GPUs; sections hold lists, so that their JSON stands for them
 def _activation_bytes(config: ModelConfig, section: str, num_tokens: int) -> int:
     """Peak of an update, beside weights, masters and gradients; layers are alike, so that two and three say it."""
     settings = ModelSection.model_validate_json(section)
