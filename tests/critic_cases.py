@@ -12,7 +12,7 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.critic import Critic, ValueObjective
+from srtrl.trainer.critic import Critic
 from srtrl.types import TrainSequence
 
 
@@ -56,6 +56,5 @@ def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tens
 
 def make_critic(model: ValueModel, recipe: Recipe) -> tuple[Critic, RecordingSGD]:
     """A critic that descends plainly, and its optimizer's records."""
-    assert recipe.critic is not None
     optimizer = RecordingSGD(model)
-    return Critic(objective=ValueObjective(model, recipe.critic), optimizer=optimizer), optimizer
+    return Critic(model, optimizer, recipe), optimizer

@@ -17,7 +17,7 @@ from update_cases import make_policy
 from srtrl.model.attention import PackedPlan
 from srtrl.model.value_model import HEAD_FILE, ValueModel, load_value_model, save_value_model
 from srtrl.model.weights import load_model, save_model
-from srtrl.trainer.critic import update_critic, value_metrics, values_column
+from srtrl.trainer.critic import value_metrics, values_column
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
 from srtrl.types import TrainSequence
 
@@ -62,7 +62,7 @@ def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, mic
     assert [len(values) for values in found] == [len(sequence.advantages) for sequence in sequences]
     assert all(values.dtype == np.float32 for values in found)
     np.testing.assert_allclose(np.concatenate(found), padded_values(model, sequences).detach().numpy(), rtol=1e-6)
-    metrics = update_critic(critic, sequences, context)
+    metrics = critic.learn(sequences, context)
     assert len(optimizer.gradients) == 4
 
     losses, norms, shares, counts = [], [], [], []
@@ -99,7 +99,7 @@ def test_the_rate_is_the_critics_own_and_the_norm_that_of_the_policy() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     logged = []
     for step in range(1, 6):
-        metrics = update_critic(critic, make_value_sequences(), UpdateContext(recipe=recipe, step=step))
+        metrics = critic.learn(make_value_sequences(), UpdateContext(recipe=recipe, step=step))
         logged.append(metrics["critic/learning_rate"])
         assert metrics["critic/grad_norm"] > 0.1
     rates = optimizer.rates
@@ -165,7 +165,7 @@ def test_a_loss_that_is_no_number_changes_no_weight() -> None:
     recipe = make_critic_recipe()
     critic, _ = make_critic(model, recipe)
     with pytest.raises(NonFiniteError, match="critic, step 2, epoch 1, mini-batch"):
-        update_critic(critic, sequences, UpdateContext(recipe=recipe, step=2))
+        critic.learn(sequences, UpdateContext(recipe=recipe, step=2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
@@ -183,7 +183,7 @@ def absolute_error(
 def test_a_value_loss_of_ones_own() -> None:
     recipe = make_critic_recipe({"value_loss": "test_critic:absolute_error"})
     critic, _ = make_critic(make_value_model(), recipe)
-    metrics = update_critic(critic, make_value_sequences(), UpdateContext(recipe=recipe, step=1))
+    metrics = critic.learn(make_value_sequences(), UpdateContext(recipe=recipe, step=1))
     assert 0 < metrics["critic/loss/far_share"] < 1
     with pytest.raises(ValueError, match=r"no_such_loss.*losses.py; known: clipped_value"):
         make_critic(make_value_model(), make_critic_recipe({"value_loss": "no_such_loss"}))

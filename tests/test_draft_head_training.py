@@ -106,7 +106,7 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
     hidden = policy(packed.token_ids, PackedPlan(packed.lengths, "cpu"))[packed.hidden_index].detach()
     for first in (0, 3):  # two micro-batches
         part = next(pack(sequences[first : first + 3], 1000, "cpu"))
-        learner.add_texts(policy(part.token_ids, PackedPlan(part.lengths, "cpu"))[part.hidden_index], part)
+        learner.see(policy(part.token_ids, PackedPlan(part.lengths, "cpu"))[part.hidden_index], part)
     texts = Texts(*map(torch.cat, zip(*learner._texts, strict=True)))
     learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in head.parameters()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_master_weights import AnyObjective
+from test_master_weights import AnyLearner
 from tiny_run import assert_same_run, learned_rows, make_recipe, train
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -24,7 +24,6 @@ from srtrl.recipe.schema import LoraSection
 from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.trainer import Trainer
-from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
 RATE, MAX_NORM, TEMPERATURE = 1e-3, 0.05, 0.8
@@ -97,7 +96,7 @@ def test_gradients_and_steps_are_pefts(case: ModelCase, targets: Any, tmp_path: 
     )
     one_draw = [replace(sequence, draw_index=0) for sequence in sequences]
     context = UpdateContext(recipe=recipe, step=1)
-    metrics = run_optimizer_steps(AnyObjective(ours), optimizer, one_draw, context, recipe.policy_updates)
+    metrics = AnyLearner(ours, optimizer, recipe.policy_updates).learn(one_draw, context)
     assert metrics["grad_norm"] == pytest.approx(sum(expected) / 2, rel=1e-10)
     assert min(expected) > MAX_NORM
     for mine, other in zip(optimizer.holders(ours), parameters, strict=True):

@@ -18,10 +18,9 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.objective import Objective
+from srtrl.trainer.learner import Learner
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
 ADAMW: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.99)}
@@ -43,12 +42,12 @@ def micro_batch_loss(policy: Transformer, packed: PackedBatch) -> Tensor:
     return -(logprobs * packed.advantages).sum() / 30
 
 
-class AnyObjective(Objective):
+class AnyLearner(Learner):
     """Of `micro_batch_loss`."""
 
     model: Transformer
 
-    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """With a metric of ones."""
         return micro_batch_loss(self.model, packed), {"one": torch.ones(len(packed.target_ids))}
 
@@ -109,7 +108,7 @@ def test_weights_are_those_of_float32_masters_to_the_bit(dtype: torch.dtype, tie
         train__max_grad_norm=max_norm,
     )
     context = UpdateContext(recipe=recipe, step=1)
-    metrics = run_optimizer_steps(AnyObjective(ours), optimizer, sequences, context, recipe.policy_updates)
+    metrics = AnyLearner(ours, optimizer, recipe.policy_updates).learn(sequences, context)
     norm, expected = descend_by_hand(by_hand, sequences, max_norm)
     assert metrics["grad_norm"] == norm
     assert all(map(torch.equal, ours.parameters(), by_hand.parameters()))

@@ -24,7 +24,7 @@ from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, shard, unshard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
-from srtrl.trainer.critic import Critic, ValueObjective, update_critic, values_column
+from srtrl.trainer.critic import Critic, values_column
 from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
@@ -68,6 +68,7 @@ def learn(
     found = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     optimizer = optimizer_of(policy)
     metrics = update(policy, optimizer, sequences, recipe, ranks=ranks)
+    reshard(policy)
     arrays = arrays_of("weights", optimizer.holders(policy)) | dict(zip("abcdefgh", found, strict=False))
     if isinstance(optimizer, RecordingSGD):
         arrays |= arrays_of("gradient", [one for gradients in optimizer.gradients for one in gradients])
@@ -88,13 +89,13 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
     if sharding == "fsdp2":
         shard(model)
         shard(policy)
-    assert recipe.critic is not None
-    critic = Critic(objective=ValueObjective(model, recipe.critic), optimizer=build_optimizer(model, **ADAMW))
+    critic = Critic(model, build_optimizer(model, **ADAMW), recipe)
     context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
     sequences = fill(values_column(model), with_random_targets(sequences), context)
-    metrics = update_critic(critic, sequences, context)
+    metrics = critic.learn(sequences, context)
     optimizer = build_optimizer(policy, **ADAMW)
     metrics |= update(policy, optimizer, sequences, recipe, ranks=ranks)
+    reshard(policy)
     holders = {"critic": critic.optimizer.holders(model), "policy": optimizer.holders(policy)}
     return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
 

@@ -31,7 +31,7 @@ from srtrl.run.interrupt import Interrupt
 from srtrl.run.metrics import describe_step, run_figures
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer import build, sampling, trainer
+from srtrl.trainer import build, sampling
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingStoppedError
@@ -187,7 +187,9 @@ def test_interrupt_finishes_the_step_and_can_be_resumed_and_a_second_one_stops_a
     assert weights(resumed.folder, 2) == weights(whole, 2)
 
     signal_while_decoding(signal.SIGINT, monkeypatch)
-    monkeypatch.setattr(trainer, "update_policy", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        "srtrl.trainer.objective.PolicyLearner.learn", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+    )
     with pytest.raises(KeyboardInterrupt):
         train(recipe, overwrite=True)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -28,10 +28,10 @@ from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer import build
-from srtrl.trainer.objective import LogprobDifferenceError, PolicyObjective, logprob_difference, response_logprobs
+from srtrl.trainer.learner import mini_batches
+from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner, logprob_difference, response_logprobs
 from srtrl.trainer.passes import NonFiniteError
 from srtrl.trainer.trainer import Trainer
-from srtrl.trainer.update import mini_batches
 from srtrl.types import TrainSequence
 
 LOW, HIGH = 0.1, 0.15
@@ -242,7 +242,7 @@ def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same
             for index, one in enumerate(sequences)
         ]
         computed = [recorded_packs(cases, options, monkeypatch)]
-        monkeypatch.setattr(PolicyObjective, "needs_pass", lambda *_: True)
+        monkeypatch.setattr(PolicyLearner, "needs_pass", lambda *_: True)
         computed.append(recorded_packs(cases, options, monkeypatch))
         monkeypatch.undo()
         (found, num_found), (expected, num_expected) = computed

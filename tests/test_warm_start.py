@@ -22,10 +22,9 @@ from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
 from srtrl.trainer import build
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.update import run_optimizer_steps
 from srtrl.warm_start import training as warm_start
 from srtrl.warm_start.training import (
-    SupervisedObjective,
+    SupervisedLearner,
     WarmStartSummary,
     run_warm_start,
     solution_sequence,
@@ -121,7 +120,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
     context = UpdateContext(recipe=recipe, step=1)
     assert recipe.warm_start is not None
     updates = update_plan(recipe.warm_start)
-    found = run_optimizer_steps(SupervisedObjective(model), optimizer, sequences, context, updates)
+    found = SupervisedLearner(model, optimizer, updates).learn(sequences, context)
     assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 

@@ -16,10 +16,9 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.objective import PolicyObjective, logprobs_column
+from srtrl.trainer.objective import PolicyLearner, logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import UpdateContext, fill
-from srtrl.trainer.update import update_policy
 from srtrl.types import TrainSequence
 
 NUM_GROUPS, NUM_SAMPLES = 3, 2
@@ -121,12 +120,12 @@ def update(
     step: int = 1,
     ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
-    """`update_policy` as the trainer calls it."""
+    """The policy's update, as the trainer calls it."""
     context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
     if recipe.algorithm.old_logprobs == "recompute":
         column = logprobs_column("old_logprobs", "old_logprobs", policy, recipe.rollout.temperature)
         sequences = fill(column, sequences, context)
-    return update_policy(PolicyObjective(policy, recipe), optimizer, sequences, context)
+    return PolicyLearner(policy, optimizer, recipe).learn(sequences, context)
 
 
 class RecordingSGD(MasterAdamW):

@@ -27,7 +27,7 @@ from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
-from srtrl.trainer.critic import Critic, ValueObjective, values_column
+from srtrl.trainer.critic import Critic, values_column
 from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import logprobs_column
@@ -153,7 +153,7 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     optimizer = make_optimizer(
         model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
     )
-    return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
+    return Critic(model, optimizer, recipe)
 
 
 def build_columns(

@@ -3,64 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.value_model import ValueModel
-from srtrl.recipe.schema import CriticSection
+from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import Objective, loss_metrics
+from srtrl.trainer.learner import Learner, loss_metrics
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import Column, UpdateContext
-from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
 MIN_RELATIVE_VARIANCE = 1e-12
 """Returns that vary by less, against the mean square of returns and values, are equal but for rounding to float32."""
 
 
-class ValueObjective(Objective):
-    """The critic's loss: the mean of `critic.value_loss` over the response tokens of a mini-batch."""
+class Critic(Learner):
+    """The value model; its loss is the mean of `critic.value_loss` over the response tokens of a mini-batch."""
 
     model: ValueModel
+    stage = "critic"
     title = "critic, "
 
-    def __init__(self, model: ValueModel, section: CriticSection) -> None:
+    def __init__(self, model: ValueModel, optimizer: MasterAdamW, recipe: Recipe) -> None:
         """Resolve `critic.value_loss`.
 
         Raises:
             ValueError: it is unknown.
         """
-        super().__init__(model)
-        self.section = section
+        super().__init__(model, optimizer, recipe.critic_updates)
+        assert recipe.critic is not None, "the recipe has no critic"
+        self.section = section = recipe.critic
         self.loss_name = f"critic.value_loss {section.value_loss}"
         self.value_loss = resolve_part("critic.value_loss", section.value_loss)
 
-    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`."""
+    def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Learner`."""
         values = response_values(self.model, packed)  # [R]
         token_loss, logged = self.value_loss(
             values, packed.values, packed.returns, packed.sequence_index, value_clip=self.section.value_clip
         )
         return token_loss.sum() / sequence_lengths.sum(), loss_metrics(self.section.value_loss, logged)
 
+    def learn(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
+        """Learn the returns of a training step; see `Learner`.
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Critic:
-    """The value model and its training."""
+        The loss of a mini-batch is the mean over all its response tokens, however it is cut into micro-batches.
 
-    objective: ValueObjective
-    optimizer: MasterAdamW
-    """Of the model's parameters alone."""
+        Args:
+            sequences: At least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
+            context: Its recipe has the section `train`, and the seed.
 
-    @property
-    def model(self) -> ValueModel:
-        """The value model."""
-        return self.objective.model
+        Returns:
+            Under `critic/`, beside those of `Learner`: of the values before the update, over all response tokens,
+            `value_mean`, `return_mean` and `explained_variance` (absent where all returns are equal).
+        """
+        metrics = super().learn(sequences, context) | value_metrics(sequences)
+        return {f"critic/{name}": value for name, value in metrics.items()}
 
 
 def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:
@@ -76,32 +78,6 @@ def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:
 def values_column(model: ValueModel) -> Column:
     """The critic's values of the response tokens; see `Column`."""
     return Column(stage="values", field="values", model=model, forward=lambda packed: response_values(model, packed))
-
-
-def update_critic(critic: Critic, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
-    """Learn the returns of a training step; changes the weights of `critic.model`.
-
-    The loss of a mini-batch is the mean over all its response tokens, however it is cut into micro-batches. Learning
-    rate and order depend on the step alone, so that nothing of it is saved for resume but the optimizer's state.
-
-    Args:
-        critic: Value model and optimizer.
-        sequences: At least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
-        context: Its recipe has the sections `critic` and `train`, and the seed.
-
-    Returns:
-        `critic/loss` and `critic/grad_norm` (before clipping): means over optimizer steps. `critic/learning_rate`:
-        that of the last optimizer step. `critic/<name>`: the metrics of the value loss, means over all response tokens
-        of all mini-batches. Of the values before the update, over all response tokens: `critic/value_mean`,
-        `critic/return_mean` and `critic/explained_variance` (absent where all returns are equal).
-
-    Raises:
-        NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
-        ValueError: a sequence exceeds the micro-batch.
-    """
-    metrics = run_optimizer_steps(critic.objective, critic.optimizer, sequences, context, context.recipe.critic_updates)
-    metrics |= value_metrics(sequences)
-    return {f"critic/{name}": value for name, value in metrics.items()}
 
 
 def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import DRAFT_HEAD, load_tensors
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.passes import sum_gradients
+from srtrl.trainer.passes import NonFiniteError, sum_gradients
 from srtrl.types import TrainSequence
 
 MAX_TOKENS = 16384
@@ -73,7 +73,7 @@ class DraftHeadLearner:
         """Loss and norm of the gradient, [2], of each step."""
 
     @torch.no_grad()
-    def add_texts(self, hidden: Tensor, packed: PackedBatch) -> None:
+    def see(self, hidden: Tensor, packed: PackedBatch) -> None:
         """Keep what a micro-batch teaches, up to `MAX_TOKENS` tokens of a mini-batch.
 
         Args:
@@ -94,7 +94,7 @@ class DraftHeadLearner:
         embedded = self.head.embed(packed.target_ids[rows])
         self._texts.append(Texts(hidden, places, embedded, targets.softmax(-1), target_ids))
 
-    def step(self, ranks: Ranks, place: str) -> None:
+    def after_mini_batch(self, ranks: Ranks, place: str) -> None:
         """`NUM_STEPS` steps of the head's AdamW; all ranks call it, and take the same ones. `place` names them."""
         texts = Texts(*map(torch.cat, zip(*self._texts, strict=True))) if self._texts else None
         self._texts = []
@@ -131,11 +131,20 @@ class DraftHeadLearner:
             loss = loss - weight * (likelihoods * follows).sum()
         return loss
 
-    def end_update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Count the tokens of a training step, and return its metrics: means over its optimizer steps."""
+    def end_update(self, sequences: Sequence[TrainSequence], place: str) -> dict[str, float]:
+        """Count the tokens of a training step, and return its metrics: means over its optimizer steps.
+
+        Raises:
+            NonFiniteError: the loss is not finite; the policy has learned.
+        """
         self.head.count(np.concatenate([sequence.token_ids for sequence in sequences]))
         loss, norm = torch.stack(self._figures).mean(0).tolist() if self._figures else (0.0, 0.0)
         self._figures = []
+        if not np.isfinite(loss):
+            raise NonFiniteError(
+                f"{place}: the loss of the draft head is {loss}: lower rollout.draft_head.learning_rate, or continue "
+                "without a head (--resume rollout.draft_head=null)"
+            )
         return {"draft_head/loss": loss, "draft_head/grad_norm": norm}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -1,10 +1,9 @@
-"""The losses that an update minimises, micro-batch by micro-batch: that of the policy is named by the recipe."""
+"""The policy as a learner: its loss, named by the recipe, and the comparison of decoder and trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,12 @@ from srtrl.algorithms.reductions import k3
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.model.value_model import ValueModel
+from srtrl.ranks.sharding import resharded
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import declared, resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.draft_head import DraftHeadLearner
+from srtrl.trainer.learner import Learner, PassObserver, is_user_defined, loss_metrics
+from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import Column, NonFiniteError, UpdateContext
 from srtrl.types import TrainSequence
 
@@ -32,88 +32,53 @@ class LogprobDifferenceError(RuntimeError):
     """The log-probs of decoder and trainer differ too much; the policy was not changed."""
 
 
-class Objective:
-    """The loss of one model; `run_optimizer_steps` minimises it. A subclass defines `micro_batch_loss`."""
-
-    title = ""
-    """Begins error messages."""
-    loss_name = ""
-    """The option of its loss, and the function, as error messages name them."""
-
-    def __init__(self, model: Transformer | ValueModel) -> None:
-        self.model = model
-        """Its weights learn."""
-
-    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's share of the loss of its mini-batch, with gradient, and metrics with one number per token.
-
-        Args:
-            packed: The micro-batch; its `sequence_index` are rows of `sequence_lengths`.
-            sequence_lengths: Response lengths of the whole mini-batch, [B].
-
-        Returns:
-            A scalar, and metrics [R] by name. A metric that a micro-batch lacks counts as zeros there.
-        """
-        raise NotImplementedError
-
-    def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
-        """Called between the gradient of these sequences and the optimizer step; raises to stop there."""
-
-    def needs_pass(self, sequence: TrainSequence) -> bool:
-        """Whether a forward and backward pass over a sequence can give a gradient."""
-        return True
-
-
-class PolicyObjective(Objective):
-    """The policy's loss: loss function, importance weights, KL, entropy bonus and reduction, as a recipe names them."""
+class PolicyLearner(Learner):
+    """The policy; loss function, importance weights, KL, entropy bonus and reduction are those that a recipe names."""
 
     model: Transformer
 
-    def __init__(self, model: Transformer, recipe: Recipe) -> None:
+    def __init__(self, model: Transformer, optimizer: MasterAdamW, recipe: Recipe) -> None:
         """Resolve the names of `recipe.algorithm`.
 
         Raises:
             ValueError: a name is unknown.
         """
-        super().__init__(model)
+        super().__init__(model, optimizer, recipe.policy_updates)
         algorithm = recipe.algorithm
         self.recipe = recipe
         self.loss_name = f"algorithm.loss {algorithm.loss}"
-        self.loss = resolve_part("algorithm.loss", algorithm.loss)
+        self.token_loss = resolve_part("algorithm.loss", algorithm.loss)
         self.reduction = resolve_part("algorithm.reduction", algorithm.reduction)
         self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator)
         self.difference: dict[str, float] = {}
         """`logprob_difference/*` of the current step, once the log-probs are compared."""
-        self.draft_head: DraftHeadLearner | None = None
-        """Learns in the same passes, if there is one."""
+        self.observers: list[PassObserver] = []
+        """They learn in the same passes."""
         self._first_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, until they are compared
 
-    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; the log-probs of the step's first mini-batch are kept for `before_step`.
+    def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Learner`; the log-probs of the step's first mini-batch are kept for `before_step`.
 
         The importance weights multiply the policy's loss. They do not multiply the KL and the entropy, which are no
         expectations over the decoder's samples: they measure the policy as it is.
         """
         algorithm = self.recipe.algorithm
-        learn = None
-        if (draft_head := self.draft_head) is not None:
-            learn = partial(draft_head.add_texts, packed=packed)
         temperature = self.recipe.rollout.temperature
-        logprobs, entropy = response_logprobs(self.model, packed, temperature, learn)  # [R] each
+        logprobs, entropy = response_logprobs(self.model, packed, temperature, self.observers)  # [R] each
         if not self.difference:
             self._first_logprobs[packed.first_sequence] = logprobs.detach()
         old_logprobs = packed.rollout_logprobs if packed.old_logprobs is None else packed.old_logprobs
         offered = {"entropy": entropy, "rollout_logprobs": packed.rollout_logprobs}
         if packed.ref_logprobs is not None:
             offered["ref_logprobs"] = packed.ref_logprobs
-        token_loss, logged = self.loss(  # [R], and [R] by name
+        token_loss, logged = self.token_loss(  # [R], and [R] by name
             logprobs,
             old_logprobs,
             packed.advantages,
             packed.sequence_index,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            **declared(self.loss, 4, offered),
+            **declared(self.token_loss, 4, offered),
             **algorithm.loss_options,
         )
         metrics = {"entropy": entropy, **loss_metrics(algorithm.loss, logged)}
@@ -138,6 +103,46 @@ class PolicyObjective(Objective):
         )
         return reduced, metrics
 
+    def learn(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
+        """Learn from the rollouts of a training step; see `Learner`.
+
+        The decoder's log-probs are compared with the trainer's while both have the same weights: in the forward passes
+        of the first mini-batch (`algorithm.old_logprobs: rollout`), or for all sequences as `recompute` has computed
+        them.
+
+        Args:
+            sequences: Those of each kept draw, whole or as overlong filtering left it, sorted by (draw, sample); at
+                least one. With a KL coefficient above 0 they have `ref_logprobs`, with `old_logprobs: recompute` also
+                `old_logprobs`, by the model.
+            context: Its recipe has the sections `algorithm`, `train` and `rollout`, and the seed.
+
+        Returns:
+            Beside those of `Learner`: `entropy`, `kl/ref` and the metrics of loss function and importance
+            weights, means over response tokens of all mini-batches without the samples that need no pass.
+            `logprob_difference/mean`, `/max`, `/kl`; `tokens/update`, prompts included, in all epochs; those of
+            optimizer and observers.
+
+        Raises:
+            NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step. Or
+                an observer's loss is not; raised after the last one.
+            LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
+            ValueError: a sequence exceeds the micro-batch.
+        """
+        recipe = context.recipe
+        self.difference = {}
+        if recipe.algorithm.old_logprobs == "recompute":
+            old_logprobs = [sequence.old_logprobs for sequence in sequences if sequence.old_logprobs is not None]
+            assert len(old_logprobs) == len(sequences), "recomputed before credit assignment"
+            limit, where = recipe.train.max_logprob_difference, f"step {context.step}"
+            self.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
+        with resharded(self.model):
+            metrics = super().learn(sequences, context)
+        for observer in self.observers:
+            metrics |= observer.end_update(sequences, f"step {context.step}")
+        num_tokens = sum(len(sequence.token_ids) for sequence in sequences if self.needs_pass(sequence))
+        metrics |= self.difference | self.optimizer.metrics()
+        return {**metrics, "tokens/update": recipe.train.num_epochs * num_tokens}
+
     def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
         """Compare the log-probs of the step's first mini-batch: decoder and trainer still have the same weights."""
         if not self.difference:
@@ -146,8 +151,8 @@ class PolicyObjective(Objective):
             logprobs = np.concatenate(context.ranks.join(mine, f"the log-probs of {place}"))
             limit = context.recipe.train.max_logprob_difference
             self.difference = logprob_difference(sequences, logprobs, limit=limit, where=place)
-        if self.draft_head is not None:
-            self.draft_head.step(context.ranks, place)
+        for observer in self.observers:
+            observer.after_mini_batch(context.ranks, place)
 
     def needs_pass(self, sequence: TrainSequence) -> bool:
         """Whether a pass over a sequence can give a gradient.
@@ -162,16 +167,16 @@ class PolicyObjective(Objective):
 
 
 def response_logprobs(
-    model: Transformer, packed: PackedBatch, temperature: float, learn: Callable[[Tensor], None] | None = None
+    model: Transformer, packed: PackedBatch, temperature: float, observers: Sequence[PassObserver] = ()
 ) -> tuple[Tensor, Tensor]:
     """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable.
 
-    `learn` gets the hidden states [R, D].
+    `observers` see the hidden states.
     """
     plan = PackedPlan(packed.lengths, packed.token_ids.device)
     hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
-    if learn is not None:
-        learn(hidden)
+    for observer in observers:
+        observer.see(hidden, packed)
     return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
 
 
@@ -241,17 +246,3 @@ def logprob_difference(
         "logprob_difference/max": float(difference.max()),
         "logprob_difference/kl": float(k3(rollout, trainer).mean()) if len(rollout) else 0.0,
     }
-
-
-# --- Functions that a recipe names ------------------------------------------------------------------------------------
-
-
-def is_user_defined(name: str) -> bool:
-    """Whether a name in a recipe is `package.module:function`."""
-    return ":" in name
-
-
-def loss_metrics(name: str, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The metrics that the loss function `name` returns: those of a user's own under `loss/`, so that none collides."""
-    prefix = "loss/" if is_user_defined(name) else ""
-    return {f"{prefix}{metric}": values for metric, values in logged.items()}

@@ -19,7 +19,7 @@ from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.weights import base_name, locate
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
-from srtrl.ranks.sharding import resharded, unshard
+from srtrl.ranks.sharding import unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,
@@ -43,15 +43,14 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
-from srtrl.trainer.critic import update_critic
 from srtrl.trainer.evaluate import evaluate, training_evals
+from srtrl.trainer.learner import Learner
 from srtrl.trainer.lora import LoraAdamW
-from srtrl.trainer.objective import LogprobDifferenceError, PolicyObjective
+from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
 from srtrl.trainer.off_policy import load_earlier, off_policy_metrics, save_earlier
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
 from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
-from srtrl.trainer.update import update_policy
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -212,13 +211,15 @@ class Trainer:
         start = locate(recipe.model.path) if has_lora else self.checkpoint or recipe.model.path
         self.policy = build.build_policy(recipe, str(start), device)
         build.shard_model(self.policy, recipe, self.ranks)
-        self.objective = PolicyObjective(self.policy, recipe)
         self.optimizer = build.make_policy_optimizer(self.policy, recipe)
         self.reference = build.build_reference(recipe, self.policy, device, self.ranks)
         is_used = has_lora or self.reference is not None
         self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
-        self.draft_head = self.objective.draft_head = build.build_draft_head(recipe, self.policy)
+        self.draft_head = build.build_draft_head(recipe, self.policy)
         self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
+        self.learner = PolicyLearner(self.policy, self.optimizer, recipe)
+        self.learner.observers += [] if self.draft_head is None else [self.draft_head]
+        self.learners: list[Learner] = [*([] if self.critic is None else [self.critic]), self.learner]
         self.optimizers: dict[str, MasterAdamW] = {OPTIMIZER: self.optimizer}
         """By the name of their folder in a checkpoint."""
         if self.critic is not None:
@@ -337,15 +338,12 @@ class Trainer:
         metrics = rollouts.metrics | credit.metrics
         if credit.sequences and self.recipe.rollout.mode != "on_policy":
             metrics |= off_policy_metrics(credit.sequences)
-        if credit.sequences and self.critic is not None:
-            with self._stage("critic"):
-                metrics |= update_critic(self.critic, credit.sequences, context)
-        # At first only the critic learns.
-        is_updated = bool(credit.sequences) and step > self.recipe.policy_updates.num_skipped
-        if is_updated:
-            with self._stage("update"), resharded(self.policy):
-                metrics |= update_policy(self.objective, self.optimizer, credit.sequences, context)
-                metrics |= self.optimizer.metrics()
+        is_updated = False
+        for learner in self.learners:  # the policy is the last one; at first only the critic learns
+            is_updated = bool(credit.sequences) and step > learner.updates.num_skipped
+            if is_updated:
+                with self._stage(learner.stage):
+                    metrics |= learner.learn(credit.sequences, context)
         self.engine.end_step(has_new_weights=is_updated)
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
@@ -388,7 +386,7 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        computed = [sequence for sequence in credit.sequences if self.objective.needs_pass(sequence)]
+        computed = [sequence for sequence in credit.sequences if self.learner.needs_pass(sequence)]
         num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}

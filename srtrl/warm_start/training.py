@@ -33,10 +33,10 @@ from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import training_evals
-from srtrl.trainer.objective import Objective, response_logprobs
+from srtrl.trainer.learner import Learner
+from srtrl.trainer.objective import response_logprobs
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import Prompt, SegmentKind, TrainSequence
 
 if TYPE_CHECKING:
@@ -187,14 +187,14 @@ def _model(
     return model
 
 
-class SupervisedObjective(Objective):
+class SupervisedLearner(Learner):
     """Mean negative log-prob of the targets of a batch, in nats."""
 
     model: Transformer
     title = "warm start "
 
-    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`."""
+    def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Learner`."""
         logprobs, _ = response_logprobs(self.model, packed, temperature=1.0)  # [R]
         return -logprobs.sum() / sequence_lengths.sum(), {}
 
@@ -212,14 +212,14 @@ def _fine_tune(
     Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
     weights to the last bit. A sharded model is whole then, on rank 0.
     """
-    objective = SupervisedObjective(model)
     optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
+    learner = SupervisedLearner(model, optimizer, update_plan(section))
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
         batch, num_left_out = next(batches)
         context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
         with explain_out_of_memory(f"warm start step {step}"):
-            metrics = run_optimizer_steps(objective, optimizer, batch, context, update_plan(section))
+            metrics = learner.learn(batch, context)
         losses.append(metrics["loss"])
         progress.step(
             step,
