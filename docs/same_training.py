@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent.parent
 COMMON = "train.num_steps=4 train.checkpoint_every=4 num_threads=1 task.options.num_train=64 eval.num_problems=16"
 RUNS = {
     "quickstart": "eval.every_steps=2 rollout.num_prompts=16",
-    "ppo_tiny": "critic.warmup_steps=1 rollout.num_prompts=16",
+    "ppo_tiny": "critic.warmup_steps=1 rollout.num_prompts=32",
     "dapo_tiny": "rollout.num_prompts=16",
     "tools_tiny": "rollout.num_prompts=16",
     "lora_tiny": "rollout.num_prompts=16",

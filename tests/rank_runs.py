@@ -43,6 +43,7 @@ def train_on_ranks(
     Ranks that have not ended after `timeout` seconds are killed, and the test fails.
     """
     common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common["TORCHELASTIC_RUN_ID"] = "tests"  # as torchrun sets it: a signal that comes twice counts once
     processes: list[BaseProcess] = []
     for index in range(count):
         variables = common | {"RANK": str(index), "LOCAL_RANK": str(index)}
