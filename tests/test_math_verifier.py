@@ -366,11 +366,10 @@ def test_spellings_of_the_same_value_are_equal_both_ways_and_others_are_not(kind
 # --- What is found is what is judged ----------------------------------------------------------------------------------
 
 FOUND: list[tuple[str, str | None, str, bool]] = [
-    ("12 + 46\n\nAnswer: **58**", "58", "58", True),
-    ("12 + 46\n\n**Answer: 58**", "58", "58", True),
-    ("12 + 46\n\n**Answer: 58.**", "58", "58", True),
-    ("12 + 46\n\nAnswer: `58`", "58", "58", True),
-    ("12 + 46\n\n#### **58**", "58", "58", True),
+    ("no idea", None, "42", False),
+    ("hence $a$ and then $b^2$.", "b^2", "b^2", True),
+    ("Each pays $360 / 2 = $180 of the cost.", "180", "180", True),
+    ("<answer>\\boxed{8}</answer>", "8", "8", True),
     ("First \\boxed{4} and no, wrong. It is \\boxed{9}", "9", "9", True),
     ("<think>so we could have \\boxed{42} but let me check", None, "42", False),
     ("<think>\\boxed{42}</think>", None, "42", False),
@@ -417,8 +416,6 @@ FOUND: list[tuple[str, str | None, str, bool]] = [
     ("The answer is 10 000.", "10 000", "10000", True),
     ("it is 10 000 in all", "10 000", "10000", True),
     ("Answer: 2*3", "2*3", "6", True),
-    ("**Answer: 2*3**", "2*3", "6", True),
-    ("Answer: **2*3**", "2*3", "6", True),
     ("Answer: yes", "yes", "\\text{yes}", True),
     ("**Answer:** **yes**", "yes", "\\text{yes}", True),
     ("Answer: $x=1$ and $y=2$", "x=1, y=2", "x=1,y=2", True),
