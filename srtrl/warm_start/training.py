@@ -82,61 +82,76 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSumma
     with open_ranks() as ranks:
         ranks.on_main(lambda: _check_output(output, overwrite=overwrite), "checks of rank 0")
         set_cpu_threads(recipe.num_threads)
-        progress = RunProgress(section.num_steps, console=None if ranks.is_main else Console(quiet=True))
-        with ranks.synchronized("loading the task and the model"):
-            tokenizer = _tokenizer(recipe, section)
-            conversations = build.build_conversations(recipe, tokenizer)
-            task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
-            has_eval, _ = training_evals(task, recipe)  # raises where there are none
-            model = _model(recipe, section, tokenizer, build.choose_device(recipe))
-            build.shard_model(model, recipe, ranks)
-        # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
-        opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
-        with progress, opened:
-            batches = solution_batches(recipe, section, task, tokenizer, conversations)
-            losses, num_left_out = _fine_tune(recipe, section, model, batches, progress, ranks)
-        ranks.on_main(lambda: _save(recipe, section, model, tokenizer, progress), "saving the policy")
-        progress.say(f"saved {output}: loss {losses[-1]:.4f}")
-        if num_left_out:
-            progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
+        losses, record, has_eval = _learn(recipe, section, ranks)
         held_out = None
         if has_eval:  # of the saved weights and tokenizer, as RL will load them
             saved = recipe.model.model_copy(update={"tokenizer": None})
             [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
         figures = held_out.metrics if held_out is not None else {}
-        every = max(1, len(losses) // 20)
-        record = {  # no times, so that the same recipe writes the same file
-            "recipe": recipe.model_dump(mode="json"),
-            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "num_left_out": num_left_out,
-            "final_loss": losses[-1],
-            "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
-            "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
-        }
+        record["held_out"] = {name: value for name, value in figures.items() if name != "time/eval"}
         if ranks.is_main:
             write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
-        return WarmStartSummary(output=output, losses=losses, held_out=held_out)
+    return WarmStartSummary(output=output, losses=losses, held_out=held_out)
 
 
-def _save(
-    recipe: Recipe,
-    section: WarmStartSection,
-    model: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: RunProgress,
-) -> None:
-    output = Path(section.output)
-    end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
-    if not _is_free(output):  # or has come into it while the policy learned
-        progress.say(f"the folder that was {output} is now {move_aside(output)}")
-    with new_folder(output) as temporary:
-        save_policy(
-            temporary,
-            model=model,
-            tokenizer=tokenizer,
-            end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
-            dtype=build.DTYPES[section.save_dtype],
-        )
+def _learn(recipe: Recipe, section: WarmStartSection, ranks: Ranks) -> tuple[list[float], dict[str, Any], bool]:
+    """All optimizer steps, after which the first rank saves the policy.
+
+    Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
+    weights to the last bit. A sharded model is whole then, on rank 0.
+
+    Returns:
+        The loss of each step, what `RECORD` says of them, and whether the policy is to be evaluated.
+    """
+    with ranks.synchronized("loading the task and the model"):
+        tokenizer = _tokenizer(recipe, section)
+        conversations = build.build_conversations(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+        has_eval, _ = training_evals(task, recipe)  # raises where there are no problems for it
+        model = _model(recipe, section, tokenizer, build.choose_device(recipe))
+        end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
+        build.shard_model(model, recipe, ranks)
+    losses: list[float] = []
+    optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
+    learner = SupervisedLearner(model, optimizer, update_plan(section))
+    progress = RunProgress(section.num_steps, console=None if ranks.is_main else Console(quiet=True))
+    # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
+    opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
+    with progress, opened:
+        batches = solution_batches(recipe, section, task, tokenizer, conversations)
+        for step in range(1, section.num_steps + 1):
+            batch, num_left_out = next(batches)
+            context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
+            with explain_out_of_memory(f"warm start step {step}"):
+                metrics = learner.learn(batch, context)
+            losses.append(metrics["loss"])
+            text = "loss {loss:.4f}  grad norm {grad_norm:.2f}  learning rate {learning_rate:.2e}"
+            progress.step(step, text.format_map(metrics))
+    optimizer.hand_over_masters()
+    end_sharding(model, keep=ranks.is_main)
+
+    def save() -> None:
+        output = Path(section.output)
+        if not _is_free(output):  # or has come into it while the policy learned
+            progress.say(f"the folder that was {output} is now {move_aside(output)}")
+        ids = sorted({int(tokenizer.eos_token_id), *end_ids})
+        with new_folder(output) as temporary:
+            dtype = build.DTYPES[section.save_dtype]
+            save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=ids, dtype=dtype)
+
+    ranks.on_main(save, "saving the policy")
+    progress.say(f"saved {section.output}: loss {losses[-1]:.4f}")
+    if num_left_out:
+        progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
+    every = max(1, len(losses) // 20)
+    record = {  # no times, so that the same recipe writes the same file
+        "recipe": recipe.model_dump(mode="json"),
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_left_out": num_left_out,
+        "final_loss": losses[-1],
+        "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
+    }
+    return losses, record, has_eval
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -197,38 +212,6 @@ class SupervisedLearner(Learner):
         """See `Learner`."""
         logprobs, _ = response_logprobs(self.model, packed, temperature=1.0)  # [R]
         return -logprobs.sum() / sequence_lengths.sum(), {}
-
-
-def _fine_tune(
-    recipe: Recipe,
-    section: WarmStartSection,
-    model: Transformer,
-    batches: Iterator[tuple[list[TrainSequence], int]],
-    progress: RunProgress,
-    ranks: Ranks,
-) -> tuple[list[float], int]:
-    """All optimizer steps; returns the loss of each, and the number of draws left out (see `solution_batches`).
-
-    Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
-    weights to the last bit. A sharded model is whole then, on rank 0.
-    """
-    optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
-    learner = SupervisedLearner(model, optimizer, update_plan(section))
-    losses: list[float] = []
-    for step in range(1, section.num_steps + 1):
-        batch, num_left_out = next(batches)
-        context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
-        with explain_out_of_memory(f"warm start step {step}"):
-            metrics = learner.learn(batch, context)
-        losses.append(metrics["loss"])
-        progress.step(
-            step,
-            f"loss {losses[-1]:.4f}  grad norm {metrics['grad_norm']:.2f}  "
-            f"learning rate {metrics['learning_rate']:.2e}",
-        )
-    optimizer.hand_over_masters()
-    end_sharding(model, keep=ranks.is_main)
-    return losses, num_left_out
 
 
 def update_plan(section: WarmStartSection) -> UpdatePlan:
