@@ -332,29 +332,19 @@ class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Iterable[Tensor]) -> None:
         """Start with tensors that exist already."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: set[int] = set()
-        self._num_bytes = self.peak = 0
-        for tensor in known:
-            self._add(tensor)
+        self._living: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self.peak = 0
+        self._add(known)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self._add(tensor)
+        self._add(one for one in tree_leaves(result) if isinstance(one, Tensor) and one.device.type == "meta")
         return result
 
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self._num_bytes += storage.nbytes()
-            self.peak = max(self.peak, self._num_bytes)
-            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
-
-    def _remove(self, key: int, num_bytes: int) -> None:
-        self._known.remove(key)
-        self._num_bytes -= num_bytes
+    def _add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._living[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._living.values()))
 
 
 class _Attention(torch.autograd.Function):

@@ -197,7 +197,7 @@ def test_tables_of_trackers_show_turns_too() -> None:
     tables: list[dict[str, Any]] = []
     tracker = SimpleNamespace(name="wandb", log_table=lambda name, **table: tables.append(table))
     talks = [talk(("model", "a\n"), ("observation", "<b>"), ("model", "c"))]
-    log_samples(cast(Any, SimpleNamespace(trackers=[tracker])), 1, [make_group(0, ["wrong"], conversations=talks)], {})
+    log_samples(cast(Any, [tracker]), 1, [make_group(0, ["wrong"], conversations=talks)], {})
     [table] = tables
     lines = [line.strip() for line in table["data"][0][table["columns"].index("text")].splitlines()]
     assert lines == ["--- turn 1 ---", "a", "--- tool output ---", "<b>", "--- turn 2 ---", "c"]

@@ -25,7 +25,6 @@ from srtrl.trainer.passes import UpdateContext
 from srtrl.warm_start import training as warm_start
 from srtrl.warm_start.training import (
     SupervisedLearner,
-    WarmStartSummary,
     run_warm_start,
     solution_sequence,
     train_tokenizer,
@@ -88,10 +87,6 @@ def make_recipe(output: Path, **warm_start: Any) -> Recipe:
     )
 
 
-def run(recipe: Recipe, **options: Any) -> WarmStartSummary:
-    return run_warm_start(recipe, **options)
-
-
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
     """Of sequences as RL will see them: prompt tokens as the task gives them, the solution encoded alone, an end token.
 
@@ -131,7 +126,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None:
     output = tmp_path / "out"
     recipe = make_recipe(output)
-    summary = run(recipe)
+    summary = run_warm_start(recipe)
     assert summary.losses[0] == pytest.approx(math.log(280), rel=0.1)  # an untrained model knows nothing
     assert summary.losses[-1] < 0.85 * summary.losses[0]
     assert summary.held_out is not None
@@ -149,12 +144,12 @@ def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path)
     assert record["final_loss"] == summary.losses[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing unfinished is left beside it
 
-    again = run(make_recipe(tmp_path / "again"))
+    again = run_warm_start(make_recipe(tmp_path / "again"))
     assert again.losses == summary.losses
     for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (again.output / name).read_bytes() == (output / name).read_bytes(), name
     other = make_recipe(tmp_path / "other", num_steps=1).model_copy(update={"seed": 1})
-    assert run(other).losses != summary.losses[:1]
+    assert run_warm_start(other).losses != summary.losses[:1]
 
 
 def with_model(recipe: Recipe, **changes: Any) -> Recipe:
@@ -164,10 +159,13 @@ def with_model(recipe: Recipe, **changes: Any) -> Recipe:
 def test_a_model_is_tuned_with_its_own_tokenizer_and_saved_as_its_float32_masters(policy: Path, tmp_path: Path) -> None:
     """With `save_dtype: float32`; what RL loads in bfloat16 is what was trained."""
     changes: dict[str, Any] = {"path": policy, "architecture": None, "train_tokenizer_vocab_size": None}
-    summary = run(with_model(make_recipe(tmp_path / "wide", **changes), dtype="bfloat16"))
+    summary = run_warm_start(with_model(make_recipe(tmp_path / "wide", **changes), dtype="bfloat16"))
     assert summary.losses[-1] < summary.losses[0]
     changes["save_dtype"] = "bfloat16"
-    assert run(with_model(make_recipe(tmp_path / "narrow", **changes), dtype="bfloat16")).losses == summary.losses
+    assert (
+        run_warm_start(with_model(make_recipe(tmp_path / "narrow", **changes), dtype="bfloat16")).losses
+        == summary.losses
+    )
     start, wide, rounded, trained, narrow = (
         load_model(path, dtype=dtype, device="cpu").embedding.detach()
         for path, dtype in (
@@ -189,7 +187,7 @@ def warm_start_rank(ranks: Ranks, recipe: Recipe) -> list[float]:
     """Losses of a run on each rank, whose connection the warm start finds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_start, "open_ranks", lambda: nullcontext(ranks))
-        return run(recipe).losses
+        return run_warm_start(recipe).losses
 
 
 @FORKED
@@ -206,14 +204,14 @@ def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: s
     sharded = sharded.model_copy(update={"train": sharded.train.model_copy(update={"sharding": "fsdp2"})})
     losses, same = run_ranks(2, warm_start_rank, sharded)
     assert losses == same
-    assert losses == pytest.approx(run(plain).losses, abs=1e-6)
+    assert losses == pytest.approx(run_warm_start(plain).losses, abs=1e-6)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, weight in one.items():
         assert weight.dtype == two[name].dtype == torch.float32
         torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-6, msg=name)
     with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
-        run(sharded, overwrite=True)
+        run_warm_start(sharded, overwrite=True)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -224,7 +222,7 @@ def test_overwrite_renames_what_is_in_the_way(tmp_path: Path) -> None:
     output.mkdir()
     (output / ".lock").touch()
     for number in (1, 2):
-        run(make_recipe(output, num_steps=1, max_new_tokens=20), overwrite=True)
+        run_warm_start(make_recipe(output, num_steps=1, max_new_tokens=20), overwrite=True)
         assert (tmp_path / f"out.{number}").is_dir()
         load_model(output, dtype=torch.float32, device="cpu")
     assert (tmp_path / "out.1" / ".lock").is_file()

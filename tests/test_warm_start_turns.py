@@ -14,7 +14,6 @@ import tiny_run
 from environment_cases import END, TOKENIZER, OneTool, ask, completion_of, encode, section_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_warm_start import run
 
 from srtrl.environments.base import Messages, ToolCall
 from srtrl.environments.calculator import Environment
@@ -29,7 +28,7 @@ from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import load_task
 from srtrl.types import Prompt, TrainSequence
 from srtrl.warm_start import training as warm_start
-from srtrl.warm_start.training import solution_batches, solution_sequence
+from srtrl.warm_start.training import run_warm_start, solution_batches, solution_sequence
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
@@ -171,7 +170,7 @@ def make_recipe(output: Path, **changes: Any) -> Recipe:
 def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> None:
     """Noise makes slips of the model's tokens and never of what a tool says."""
     recipe = make_recipe(tmp_path / "out")
-    summary = run(recipe)
+    summary = run_warm_start(recipe)
     assert summary.losses[-1] < 0.8 * summary.losses[0]
     assert summary.held_out is not None  # with the calculator
     tokenizer = load_tokenizer(str(tmp_path / "out"))
@@ -206,7 +205,7 @@ def test_an_environment_is_opened_where_prompts_need_it(tmp_path: Path, monkeypa
         section = section_of(environment, format="code_tags")
         rollout = recipe.rollout.model_copy(update={"environment": section})
         without_eval = recipe.eval.model_copy(update={"before_and_after": False})
-        run(recipe.model_copy(update={"rollout": rollout, "eval": without_eval}))
+        run_warm_start(recipe.model_copy(update={"rollout": rollout, "eval": without_eval}))
         assert {text.endswith("Hello. ") for text in seen} == {environment is Greets}
         seen.clear()
 
@@ -252,7 +251,7 @@ def test_the_cold_start_of_retool_on_rows_of_its_form(tmp_path: Path) -> None:
             f"warm_start.output={tmp_path / 'out'}",
         ],
     )
-    summary = run(recipe)
+    summary = run_warm_start(recipe)
     assert summary.losses[-1] < summary.losses[0]
     assert json.loads((tmp_path / "out" / "warm_start.json").read_text())["num_left_out"] > 0
     task: Any = load_task(recipe, tokenizer)
