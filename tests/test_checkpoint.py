@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from transformers import AutoModelForCausalLM
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
 from srtrl.model.transformer import Transformer
-from srtrl.model.value_model import ValueModel
+from srtrl.model.value_model import ValueModel, save_value_model
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import (
+    CRITIC_FOLDER,
     CRITIC_OPTIMIZER,
     OPTIMIZER,
+    PolicyFiles,
     TrainerState,
     checkpoint_to_resume,
     list_checkpoints,
@@ -49,21 +53,19 @@ def save(
     model, *critics = models or [load_model(policy, dtype=torch.float32, device="cpu")]
     assert isinstance(model, Transformer)
     names = (OPTIMIZER, CRITIC_OPTIMIZER)
-    return save_checkpoint(
-        folder,
-        TrainerState(step=step, policy_version=step - 1, num_draws=5 * step),
-        model=model,
-        tensors={
-            name: optimizer.tensors(model.dtype)
-            for name, optimizer in zip(names, optimizers or [build_optimizer(model, **ADAMW)], strict=False)
-        },
-        tokenizer=load_tokenizer(str(policy)),
-        end_ids=[0],
-        drafter=NoDrafter(),
-        keep=keep,
-        critic=cast("ValueModel", critics[0]) if critics else None,
-        ranks=ranks,
-    )
+    tensors = {
+        name: optimizer.tensors(model.dtype)
+        for name, optimizer in zip(names, optimizers or [build_optimizer(model, **ADAMW)], strict=False)
+    }
+    parts: list[Any] = [PolicyFiles(model=model, tokenizer=load_tokenizer(str(policy)), end_ids=[0]), NoDrafter()]
+    for critic in critics:
+        unshard(critic)
+        parts.append(SimpleNamespace(save=lambda path, model=critic: save_value_model(model, path / CRITIC_FOLDER)))
+    state = TrainerState(step=step, policy_version=step - 1, num_draws=5 * step)
+    path = save_checkpoint(folder, state, tensors=tensors, parts=parts, keep=keep, ranks=ranks)
+    for critic in critics:
+        reshard(critic)
+    return path
 
 
 def test_all_files_are_made_durable_before_the_rename(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import test_checkpoint
 import torch
 from rank_cases import FORKED, run_ranks
 from test_checkpoint import ADAMW, contents, save
@@ -200,7 +201,7 @@ def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
     found = []
     for owner, name, index in (
         (safetensors.torch, "save", 1),  # the optimizer's
-        (checkpoint, "save_value_model", 0),
+        (test_checkpoint, "save_value_model", 0),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.index == index:

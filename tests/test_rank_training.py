@@ -24,6 +24,7 @@ from srtrl.ranks.processes import RankError, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import list_checkpoints
 from srtrl.trainer import build, trainer
+from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.trainer import Trainer
 
 pytestmark = FORKED
@@ -98,7 +99,7 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
         assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
 
 
-LOADS = [(trainer, "load_task"), (build, "build_engine"), (trainer, "load_state")]
+LOADS = [(trainer, "load_task"), (build, "build_engine"), (MasterAdamW, "load")]
 
 
 def errors_of_a_start(ranks: Ranks, recipe: Recipe) -> list[str]:

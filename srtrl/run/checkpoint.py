@@ -18,13 +18,13 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -32,18 +32,14 @@ from torch import Tensor
 
 from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
 from srtrl.model.files import weight_files
-from srtrl.model.value_model import save_value_model
-from srtrl.model.weights import Adapter, find_adapter, locate, save_adapter, save_model
+from srtrl.model.weights import find_adapter, locate, save_model
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.ranks.sharding import reshard, unshard
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from srtrl.drafters.base import DrafterBase
     from srtrl.model.transformer import Transformer
-    from srtrl.model.value_model import ValueModel
 
 FORMAT = 6
 """Version of the layout; a resume refuses another one."""
@@ -244,38 +240,36 @@ def num_log_bytes(checkpoint: Path) -> int:
     return _read_manifest(checkpoint)[1]["size"]
 
 
+class Part(Protocol):
+    """Something that a checkpoint holds: it writes files of its own names into the folder, and reads them."""
+
+    def save(self, folder: Path, /) -> None:
+        """Write what later steps go on from; on the main rank."""
+
+    def load(self, folder: Path, /) -> None:
+        """Take back what `save` has written, on all ranks; ValueError where it cannot be used."""
+
+
 def save_checkpoint(
     folder: Path,
     state: TrainerState,
     *,
-    model: Transformer,
     tensors: Mapping[str, Mapping[str, Tensor]],
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    drafter: DrafterBase,
+    parts: Sequence[Part],
     keep: int,
-    save_more: Callable[[Path], None] = lambda _: None,
-    critic: ValueModel | None = None,
-    adapter: Adapter | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
 
-    Weights and `tensors` keep their dtype, so that loading gives the same bits. All ranks call this, with `model`
-    unsharded. Each writes a part of `tensors`, and the main one all else.
+    Weights and `tensors` keep their dtype, so that loading gives the same bits. All ranks call this, with models that
+    are whole. Each writes a part of `tensors`, and the main one all else.
 
     Args:
         folder: The run's `checkpoints`.
         state: The trainer's.
-        model: The policy.
-        tensors: The state of each optimizer by the name of its folder, `OPTIMIZER` or `CRITIC_OPTIMIZER`; `DRAFT_HEAD`.
-        tokenizer: Saved with the policy.
-        end_ids: Token ids that end a response.
-        drafter: It saves its rollouts.
+        tensors: By the name of their folder: the state of each optimizer, and what else the ranks share.
+        parts: All else, the policy among them (`PolicyFiles`).
         keep: Number of checkpoints that stay.
-        save_more: Called on the main rank with the folder: writes what else later steps go on from.
-        critic: The value model, if the run has one.
-        adapter: With LoRA, A and B.
         ranks: The processes of the run.
 
     Raises:
@@ -284,22 +278,13 @@ def save_checkpoint(
     """
     final = folder / checkpoint_name(state.step)
     with _new_folder(final, ranks) as temporary:
-        for name, part in tensors.items():
-            _save_tensors(part, temporary / name, ranks)
-        if critic is not None:
-            unshard(critic)
+        for name, shared in tensors.items():
+            _save_tensors(shared, temporary / name, ranks)
         if ranks.is_main:
-            save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
-            if critic is not None:
-                save_value_model(critic, temporary / CRITIC_FOLDER)
-            if adapter is not None:
-                save_adapter(adapter, temporary / ADAPTER_FOLDER)
-            drafter.save(temporary)
-            save_more(temporary)
+            for part in parts:
+                part.save(temporary)
             write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
             _write_manifest(temporary, folder.parent / "metrics.jsonl")
-    if critic is not None:
-        reshard(critic)
     if ranks.is_main:
         for old in list_checkpoints(folder)[:-keep]:
             delete(old)
@@ -349,6 +334,23 @@ def _errors_as_they_were() -> Iterator[None]:
             yield
         except CheckpointException as error:
             raise error.failures[min(error.failures)][0] from error
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PolicyFiles:
+    """The policy as a `Part`: a folder that srtrl and `transformers` load, which the trainer reads at its start."""
+
+    model: Transformer
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Sequence[int]
+    """Token ids that end a response."""
+
+    def save(self, folder: Path) -> None:
+        """See `Part`."""
+        save_policy(folder, model=self.model, tokenizer=self.tokenizer, end_ids=self.end_ids)
+
+    def load(self, folder: Path) -> None:
+        """See `Part`."""
 
 
 def save_policy(

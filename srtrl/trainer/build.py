@@ -21,7 +21,7 @@ from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.value_model import ValueModel, load_value_model
-from srtrl.model.weights import end_token_ids, find_adapter, load_model, load_tokenizer, read_adapter
+from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_model, load_tokenizer, read_adapter
 from srtrl.ranks.processes import Ranks
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
@@ -107,7 +107,8 @@ def make_optimizer(
     options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
     if lora is None:
         return build_optimizer(model, learning_rate=learning_rate, **options)
-    optimizer = LoraAdamW(body, lora, seed=recipe.seed, lr=learning_rate, **options)
+    base = base_name(recipe.model.path)
+    optimizer = LoraAdamW(body, lora, seed=recipe.seed, base=base, lr=learning_rate, **options)
     if (folder := find_adapter(recipe.model.path)) is not None:
         optimizer.start_from(read_adapter(folder))
     return optimizer

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
-from srtrl.model.value_model import ValueModel
+from srtrl.model.value_model import ValueModel, save_value_model
+from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
+from srtrl.run.checkpoint import CRITIC_FOLDER, CRITIC_OPTIMIZER
 from srtrl.trainer.learner import Learner, loss_metrics
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.passes import Column, UpdateContext
@@ -27,6 +32,7 @@ class Critic(Learner):
     model: ValueModel
     stage = "critic"
     title = "critic, "
+    folder = CRITIC_OPTIMIZER
 
     def __init__(self, model: ValueModel, optimizer: MasterAdamW, recipe: Recipe) -> None:
         """Resolve `critic.value_loss`.
@@ -47,6 +53,23 @@ class Critic(Learner):
             values, packed.values, packed.returns, packed.sequence_index, value_clip=self.section.value_clip
         )
         return token_loss.sum() / sequence_lengths.sum(), loss_metrics(self.section.value_loss, logged)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Learner`."""
+        return self.model.body.dtype
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """See `Learner`."""
+        unshard(self.model)
+        yield
+        reshard(self.model)
+
+    def save(self, folder: Path) -> None:
+        """See `Learner`; the model is written, too."""
+        super().save(folder)
+        save_value_model(self.model, folder / CRITIC_FOLDER)
 
     def learn(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
         """Learn the returns of a training step; see `Learner`.

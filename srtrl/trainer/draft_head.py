@@ -58,6 +58,8 @@ class Texts(NamedTuple):
 class DraftHeadLearner:
     """A head's optimizer, and what it learns from between two steps of the policy."""
 
+    folder = DRAFT_HEAD
+
     def __init__(self, head: DraftHead, policy: Transformer, recipe: Recipe) -> None:
         """`recipe` has the section `rollout.draft_head`."""
         section = recipe.rollout.draft_head

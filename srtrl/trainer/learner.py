@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import UpdatePlan
 from srtrl.rollout.packing import PackedBatch
+from srtrl.run.checkpoint import OPTIMIZER
 from srtrl.trainer.optimizer import MasterAdamW, learning_rate_at
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, shared_passes, sum_gradients
 from srtrl.types import TrainSequence
@@ -30,6 +33,9 @@ LOSS = "loss"
 class PassObserver(Protocol):
     """Something that learns from the policy's passes, beside it."""
 
+    folder: str
+    """Of its tensors in a checkpoint."""
+
     def see(self, hidden: Tensor, packed: PackedBatch) -> None:
         """A forward pass: the final hidden states [R, D] of the response tokens of a micro-batch."""
 
@@ -39,12 +45,20 @@ class PassObserver(Protocol):
     def end_update(self, sequences: Sequence[TrainSequence], place: str) -> dict[str, float]:
         """The update is done; its metrics. Raises NonFiniteError."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds of it: its own memory, to be read and written."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Take back what a checkpoint holds, if it has that."""
+
 
 class Learner:
     """A model that learns. A subclass defines `loss`."""
 
     stage = "update"
     """Names its time, `time/<stage>`."""
+    folder = OPTIMIZER
+    """Of the optimizer's state in a checkpoint."""
     title = ""
     """Begins error messages."""
     loss_name = ""
@@ -133,6 +147,27 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
         means = {"loss": float(np.mean(losses)), **token_means(sums, num_tokens)}
         return {**means, "grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's passes."""
+        return cast(Transformer, self.model).dtype
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What the ranks of a run write into a checkpoint together, by the name of its folder."""
+        return {self.folder: self.optimizer.tensors(self.dtype)}
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Around `save`, on all ranks: the model is whole inside the `with` block."""
+        return nullcontext()
+
+    def save(self, folder: Path) -> None:
+        """Write what a checkpoint holds beside `tensors`."""
+        self.optimizer.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Take back the optimizer's state, and where it has the weights' masters the weights."""
+        self.optimizer.load(self.dtype, folder, self.folder)
 
     def _add_gradients(
         self, computed: Sequence[TrainSequence], lengths: Sequence[int], context: UpdateContext, place: str

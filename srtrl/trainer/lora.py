@@ -11,14 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
-from srtrl.model.weights import Adapter, fused_projections, write_merged
+from srtrl.model.weights import Adapter, fused_projections, save_adapter, write_merged
 from srtrl.recipe.schema import LoraSection
+from srtrl.run.checkpoint import ADAPTER_FOLDER
 from srtrl.trainer.optimizer import MasterAdamW
 
 
@@ -47,17 +49,19 @@ class LoraAdamW(MasterAdamW):
     it, and freed; those of A and B add up in their type. One optimizer for a model, as for masters.
     """
 
-    def __init__(self, model: Transformer, section: LoraSection, *, seed: int, **options: Any) -> None:
+    def __init__(self, model: Transformer, section: LoraSection, *, seed: int, base: str = "", **options: Any) -> None:
         """Freeze the model and copy W0.
 
         Args:
             model: The base model; it must not be sharded.
             section: Rank, alpha, targets, and where W0 is.
+            base: Names the model, in the adapter of a checkpoint.
             seed: Of A, which is uniform as in PEFT, +-1 / sqrt(in). B is 0, so that the model does not change yet.
             options: Of `torch.optim.AdamW`; A and B both have the weight decay.
         """
         check_rank(section, model.config)
         self.section = section
+        self.base = base
         self.scale = section.alpha / section.rank
         self.matrices: list[AdaptedMatrix] = []
         self._num_changed = torch.zeros((), dtype=torch.int64, device=model.device)
@@ -112,6 +116,10 @@ class LoraAdamW(MasterAdamW):
             "lora/norm": self.scale * math.sqrt(max(0.0, float(torch.stack(squares).sum()))),
             "lora/changed_share": int(self._num_changed) / sum(one.weight.numel() for one in self.matrices),
         }
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter, as PEFT does."""
+        save_adapter(self.adapter(self.base), folder / ADAPTER_FOLDER)
 
     def adapter(self, base: str) -> Adapter:
         """A and B as they are; `base` names the model whose weights are W0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -142,6 +143,16 @@ class PolicyLearner(Learner):
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences if self.needs_pass(sequence))
         metrics |= self.difference | self.optimizer.metrics()
         return {**metrics, "tokens/update": recipe.train.num_epochs * num_tokens}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """See `Learner`; with those of the observers."""
+        return super().tensors() | {observer.folder: observer.tensors() for observer in self.observers}
+
+    def load(self, folder: Path) -> None:
+        """See `Learner`."""
+        super().load(folder)
+        for observer in self.observers:
+            observer.load(folder)
 
     def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
         """Compare the log-probs of the step's first mini-batch: decoder and trainer still have the same weights."""

@@ -127,6 +127,9 @@ class MasterAdamW(torch.optim.AdamW):
         load_tensors(checkpoint, name, self.tensors(dtype))
         self.write_weights()
 
+    def save(self, folder: Path) -> None:
+        """Write what a checkpoint holds beside `tensors`."""
+
     def metrics(self) -> dict[str, float]:
         """What a step logs of the optimizer."""
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import groups_to_learn_from
-from srtrl.trainer.off_policy import accept_prefixes, truncated
+from srtrl.trainer.off_policy import accept_prefixes, load_earlier, save_earlier, truncated
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import Prefix, Prompt, Purpose, Request, Rollout, RolloutGroup, SampleKey, SamplingParams
 
@@ -178,6 +179,14 @@ class StepSampler:
         }
         metrics |= reuse | collector.engine_metrics(engine)
         return StepRollouts(groups=groups, kept=kept, metrics=metrics)
+
+    def save(self, folder: Path) -> None:
+        """Write samples that later steps go on from."""
+        save_earlier(folder, earlier=self.earlier)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` has written."""
+        self.earlier = load_earlier(folder)
 
     def _sample_in_rounds(
         self, step: int, num_wanted: int, collector: Collector

@@ -17,14 +17,13 @@ from rich.console import Console
 
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.weights import base_name, locate
+from srtrl.model.weights import locate
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.ranks.sharding import unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
-    CRITIC_OPTIMIZER,
-    DRAFT_HEAD,
-    OPTIMIZER,
+    Part,
+    PolicyFiles,
     TrainerState,
     checkpoint_to_resume,
     digest_model,
@@ -45,10 +44,8 @@ from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.learner import Learner
-from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
-from srtrl.trainer.off_policy import load_earlier, off_policy_metrics, save_earlier
-from srtrl.trainer.optimizer import MasterAdamW
+from srtrl.trainer.off_policy import off_policy_metrics
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
 from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
 
@@ -160,7 +157,7 @@ class Trainer:
         with ranks.synchronized(decoder), explain_out_of_memory(decoder):
             # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
             # One model after the other learns.
-            reserved_bytes = max(optimizer.gradient_bytes for optimizer in self.optimizers.values())
+            reserved_bytes = max(learner.optimizer.gradient_bytes for learner in self.learners)
             head = None
             if self.draft_head is not None:
                 head = self.draft_head.head
@@ -180,6 +177,10 @@ class Trainer:
                 ranks=ranks,
             )
             self.sampler = StepSampler(self.rollout_context, self.task)
+            policy = PolicyFiles(model=self.policy, tokenizer=self.tokenizer, end_ids=self.end_ids)
+            self.parts: list[Part] = [policy, *self.learners, self.sampler]
+            """Of a checkpoint, and parts without which a run goes on: no token depends on them."""
+            self.drafts: list[Part] = [self.engine.head_drafts, self.engine.drafter]
             if self.checkpoint is not None:
                 self.restore(self.checkpoint)
 
@@ -220,10 +221,6 @@ class Trainer:
         self.learner = PolicyLearner(self.policy, self.optimizer, recipe)
         self.learner.observers += [] if self.draft_head is None else [self.draft_head]
         self.learners: list[Learner] = [*([] if self.critic is None else [self.critic]), self.learner]
-        self.optimizers: dict[str, MasterAdamW] = {OPTIMIZER: self.optimizer}
-        """By the name of their folder in a checkpoint."""
-        if self.critic is not None:
-            self.optimizers[CRITIC_OPTIMIZER] = self.critic.optimizer
         self.columns = build.build_columns(recipe, self.policy, self.optimizer, self.reference, self.critic)
 
     def __enter__(self) -> Self:
@@ -291,12 +288,10 @@ class Trainer:
         )
 
     def restore(self, checkpoint: Path) -> None:
-        """Take back a checkpoint, whose weights are loaded: the optimizers, the drafter's rollouts and `state`."""
-        for name, optimizer in self.optimizers.items():
-            optimizer.load(self.policy.dtype, checkpoint, name)
-        if self.draft_head is not None:
-            self.draft_head.load(checkpoint)
-        for drafts in (self.engine.head_drafts, self.engine.drafter):
+        """Take back a checkpoint, whose weights are loaded: its parts and `state`."""
+        for part in self.parts:
+            part.load(checkpoint)
+        for drafts in self.drafts:
             try:
                 drafts.load(checkpoint)
             except ValueError as error:
@@ -305,7 +300,6 @@ class Trainer:
         self.step = state.step
         self.engine.policy_version = state.policy_version
         self.sampler.num_draws = state.num_draws
-        self.sampler.earlier = load_earlier(checkpoint)
 
     def train(self) -> None:
         """All steps that are left, or up to an interrupt; the last one has a checkpoint.
@@ -416,34 +410,20 @@ class Trainer:
         if not is_last and self.step % train.checkpoint_every != 0:
             return
         self.progress.stage("checkpoint")
-        adapter = None
-        if isinstance(self.optimizer, LoraAdamW):
-            adapter = self.optimizer.adapter(base_name(self.recipe.model.path))
-        tensors = {name: optimizer.tensors(self.policy.dtype) for name, optimizer in self.optimizers.items()}
-        if self.draft_head is not None:
-            tensors[DRAFT_HEAD] = self.draft_head.tensors()
-        with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
+        tensors = {name: part for learner in self.learners for name, part in learner.tensors().items()}
+        with self.timer.stage("checkpoint"), ExitStack() as stack:  # counted in the next row
+            for learner in self.learners:
+                stack.enter_context(learner.whole())
             save_checkpoint(
                 self.run.checkpoints,
                 self.state(),
-                model=self.policy,
                 tensors=tensors,
-                critic=None if self.critic is None else self.critic.model,
-                adapter=adapter,
-                tokenizer=self.tokenizer,
-                end_ids=self.end_ids,
-                drafter=self.engine.drafter,
-                save_more=self._save_more,
+                parts=[*self.parts, *self.drafts],
                 keep=train.keep_checkpoints,
                 ranks=self.ranks,
             )
         if self.ranks.is_main:
             self.run.drop_observations()
-
-    def _save_more(self, folder: Path) -> None:
-        """Write samples that later steps go on from, and what the draft head's margins were worth."""
-        save_earlier(folder, earlier=self.sampler.earlier)
-        self.engine.head_drafts.save(folder)
 
     def _record_observations(self, step: int) -> None:
         """Write the observations of environments into the file of this step, or read them where it is there."""
