@@ -34,16 +34,18 @@ from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.head_drafts import NoHeadDrafts
 from srtrl.engine.sampling import make_rng_key
+from srtrl.features.partial import PartialDraws
+from srtrl.features.rounds import prefix_of
+from srtrl.features.spec_rl import accept_prefixes
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
-from srtrl.rollout.partial import PartialDraws, prefix_of
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer.build import build_drafter, train_sampling
-from srtrl.trainer.off_policy import accept_prefixes
+from srtrl.trainer.build import build_drafter
 from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.sampling import train_sampling
 from srtrl.trainer.trainer import Trainer, run_training
 from srtrl.types import Prefix, Prompt, Request, SampleKey, SamplingParams
 

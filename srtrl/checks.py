@@ -244,7 +244,8 @@ def _check_drafter(recipe: Recipe) -> None:
 
     from srtrl.drafters.base import end_to_end
     from srtrl.drafters.draft_tree import check_trees
-    from srtrl.trainer.build import build_drafter, train_sampling
+    from srtrl.trainer.build import build_drafter
+    from srtrl.trainer.sampling import train_sampling
     from srtrl.types import Request
 
     name, slots, max_nodes = recipe.rollout.drafter, np.zeros(1, np.int64), np.full(1, 4)

@@ -45,9 +45,9 @@ from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
 from srtrl.environments.samples import Answer
+from srtrl.features.rounds import prefix_of
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
-from srtrl.rollout.partial import prefix_of
 from srtrl.tasks.event_loop import warn_once
 from srtrl.types import Conversation, Prompt
 

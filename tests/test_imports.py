@@ -39,7 +39,7 @@ LAYERS = (
     ("environments",),
     ("rollout",),
     ("run",),
-    ("trainer",),
+    ("trainer", "features"),
     ("checks", "planner"),
     ("evaluation", "report", "bench"),
     ("warm_start",),

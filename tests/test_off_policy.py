@@ -19,9 +19,10 @@ from tiny_run import learned_rows, make_recipe, train
 from transformers import AutoModelForCausalLM
 
 from srtrl.engine.sampling import make_rng_key
+from srtrl.features.rounds import load_earlier
+from srtrl.features.spec_rl import accept_prefixes
 from srtrl.metrics import read_metrics
 from srtrl.run.checkpoint import list_checkpoints
-from srtrl.trainer.off_policy import accept_prefixes, load_earlier
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import Prefix
 

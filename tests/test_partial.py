@@ -27,10 +27,9 @@ from tiny_run import make_recipe
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.environments.conversations import Conversations
+from srtrl.features.partial import PartialDraws, PartialSampler
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.rollout.collect import Collector, collect_rollouts
-from srtrl.rollout.partial import PartialDraws
-from srtrl.trainer.sampling import StepSampler
 from srtrl.types import Prefix, Prompt, Rollout, RolloutGroup, SampleKey, SamplingParams
 
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
@@ -271,13 +270,13 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
         engine: Any = SimpleNamespace(wants_run_aheads=False, policy_version=step)
         context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
-        sampler = StepSampler(context, task)
+        sampler = PartialSampler(context, task)
         sampler.num_draws, sampler.earlier = num_draws, earlier
         versions = np.full(1, step, np.int32)
         stub: Any = Counting()
-        with mock.patch("srtrl.trainer.sampling.collect_rollouts", collect):
-            groups, *_ = sampler._sample_in_rounds(step, max(1, round(num_prompts * min_complete)), stub)
-        learned += [group.draw_index for group in groups]
+        with mock.patch("srtrl.features.partial.collect_rollouts", collect):
+            collected = sampler.collect(step, stub)
+        learned += [group.draw_index for group in collected.groups]
         num_draws, earlier = sampler.num_draws, sampler.earlier
         assert sorted([*learned, *(draw for draw, _ in earlier)]) == [*range(num_draws)], "twice, or lost"
 

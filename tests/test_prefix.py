@@ -9,7 +9,7 @@ from test_turns import converse, turn_options, turn_requests
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
-from srtrl.rollout.partial import prefix_of
+from srtrl.features.rounds import prefix_of
 
 
 @pytest.mark.parametrize("sizes", [{}, {"slots": 3, "prefill_chunk_tokens": 3}, {"num_pages": 14}])

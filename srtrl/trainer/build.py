@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.environments.conversations import Conversations
-from srtrl.environments.formats import resolve_format
+from srtrl.features.partial import PartialSampler
+from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_model, load_tokenizer, read_adapter
@@ -27,13 +27,14 @@ from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
+from srtrl.tasks.base import TaskBase
 from srtrl.trainer.critic import Critic, values_column
 from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import Column
-from srtrl.types import SamplingParams
+from srtrl.trainer.sampling import RolloutContext, Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,6 +172,12 @@ def build_columns(
     return columns
 
 
+def build_sampler(context: RolloutContext, task: TaskBase) -> Sampler:
+    """What takes the groups of a step, by `rollout.mode`."""
+    samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
+    return samplers[context.recipe.rollout.mode](context, task)
+
+
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
     """The draft head with a fresh optimizer, or None where the recipe has none."""
     section = recipe.rollout.draft_head
@@ -256,18 +263,6 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
-def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
-    """Sampling of training rollouts: the full softmax at the recipe's temperature, as the update computes it."""
-    rollout = recipe.rollout
-    turn_ends = () if rollout.environment is None else resolve_format(rollout.environment).stop_strings
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        end_token_ids=end_ids,
-        stop_strings=(*rollout.stop_strings, *turn_ends),
-    )
-
-
 def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
     """The environment that answers the policy between two turns; None where a sample is a single turn.
 
@@ -276,14 +271,6 @@ def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> C
     """
     environment = recipe.rollout.environment
     return None if environment is None else Conversations(environment, tokenizer)
-
-
-def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
-    """Sampling of held-out problems: with the `eval` section's temperature, top-k and top-p."""
-    section = recipe.eval
-    return replace(
-        train_sampling(recipe, end_ids), temperature=section.temperature, top_k=section.top_k, top_p=section.top_p
-    )
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import fmean, median
 
@@ -13,9 +14,8 @@ from srtrl.rollout.collect import FixedDraws, OnProgress, collect_rollouts
 from srtrl.run.metrics import turn_metrics
 from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import NO_HELD_OUT, TaskBase
-from srtrl.trainer.build import eval_sampling
-from srtrl.trainer.sampling import RolloutContext
-from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
+from srtrl.trainer.sampling import RolloutContext, train_sampling
+from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup, SamplingParams
 
 TURN_METRICS = ("environment/turns_mean", "environment/call_share", "environment/valid_call_share")
 """Of `turn_metrics`, logged in evaluations."""
@@ -114,3 +114,11 @@ def eval_metrics(
 def count_correct(group: RolloutGroup) -> int:
     """Number of samples that the verifier accepted."""
     return sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
+
+
+def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
+    """Sampling of held-out problems: with the `eval` section's temperature, top-k and top-p."""
+    section = recipe.eval
+    return replace(
+        train_sampling(recipe, end_ids), temperature=section.temperature, top_k=section.top_k, top_p=section.top_p
+    )

@@ -45,9 +45,8 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
-from srtrl.trainer.off_policy import off_policy_metrics
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
-from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
+from srtrl.trainer.sampling import RolloutContext, StepRollouts
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -176,7 +175,7 @@ class Trainer:
                 conversations=self.conversations,
                 ranks=ranks,
             )
-            self.sampler = StepSampler(self.rollout_context, self.task)
+            self.sampler = build.build_sampler(self.rollout_context, self.task)
             policy = PolicyFiles(model=self.policy, tokenizer=self.tokenizer, end_ids=self.end_ids)
             self.parts: list[Part] = [policy, *self.learners, self.sampler]
             """Of a checkpoint, and parts without which a run goes on: no token depends on them."""
@@ -330,8 +329,8 @@ class Trainer:
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
-        if credit.sequences and self.recipe.rollout.mode != "on_policy":
-            metrics |= off_policy_metrics(credit.sequences)
+        if credit.sequences:
+            metrics |= self.sampler.credit_metrics(credit.sequences)
         is_updated = False
         for learner in self.learners:  # the policy is the last one; at first only the critic learns
             is_updated = bool(credit.sequences) and step > learner.updates.num_skipped

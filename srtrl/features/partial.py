@@ -16,19 +16,51 @@ on after the answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from srtrl.environments.record import digest_of
-from srtrl.rollout.collect import FixedDraws, data_order
-from srtrl.types import Completion, Conversation, FinishReason, Prefix, Prompt, Request, Rollout, SampleKey
+from srtrl.features.rounds import RoundsSampler, prefix_of, truncated
+from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
+from srtrl.trainer.sampling import Collected
+from srtrl.types import Completion, Conversation, Prefix, Prompt, Request, Rollout, RolloutGroup, SampleKey
 
 if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
-    from srtrl.rollout.collect import Collector
+
+
+class PartialSampler(RoundsSampler):
+    """The sampler of `rollout.mode: partial`; `earlier` has the samples of incomplete groups, by draw and sample."""
+
+    @property
+    def num_wanted(self) -> int:
+        """See `Sampler`."""
+        rollout = self.context.recipe.rollout
+        return share_of(rollout.num_prompts, rollout.min_complete)
+
+    def going_on(self) -> list[int]:
+        """See `RoundsSampler`."""
+        return sorted({draw for draw, _ in self.earlier})
+
+    def round(
+        self, step: int, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector
+    ) -> list[RolloutGroup]:
+        """See `RoundsSampler`."""
+        engine, rollout = self.context.engine, self.context.recipe.rollout
+        limit, oldest = rollout.max_new_tokens, engine.policy_version - rollout.max_age
+        collector.prefixes = {key: truncated(p, len(p.token_ids), limit) for key, p in self.earlier.items()}
+        due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
+        num_complete = share_of(len(draws), rollout.min_complete)
+        some = PartialDraws(draws, num_complete=num_complete, due=due, run_ahead=run_ahead)
+        found = collect_rollouts(engine, collector, some)
+        self.earlier = some.carried
+        return found
+
+    def collect(self, step: int, collector: Collector) -> Collected:
+        """See `Sampler`; counts the samples that go on."""
+        collected = super().collect(step, collector)
+        num_carried = sum(prefix.finish_reason is None for prefix in self.earlier.values())
+        return collected._replace(metrics={"off_policy/carried": float(num_carried)})
 
 
 class PartialDraws(FixedDraws):
@@ -120,34 +152,6 @@ class PartialDraws(FixedDraws):
         return {d: max(ticks.values()) for d, ticks in self._ticks.items() if len(ticks) == collector.num_samples}
 
 
-def prefix_of(
-    sample: Completion | Rollout,
-    finish_reason: FinishReason | None,
-    length: int | None = None,
-    answers: Mapping[str, str] = MappingProxyType({}),
-) -> Prefix:
-    """The first `length` tokens of a response, or all of it.
-
-    Of `answers`, those of the sample's environment, it has the answers to turns that end in these tokens: a sample may
-    be ahead of the clock, and how far is a matter of time.
-    """
-    token_ids = np.array(sample.token_ids[:length], np.int32)
-    extensions = tuple(part for part in sample.extensions if length is None or part[1] <= length)
-    ends = [*(start for start, _ in extensions), len(token_ids)] if answers else []
-    own = [digest_of(token_ids[:end].tolist()) for end in ends]
-    return Prefix(
-        token_ids=token_ids,
-        rollout_logprobs=np.array(sample.rollout_logprobs[:length], np.float32),
-        policy_versions=sample.policy_versions[:length],
-        finish_reason=finish_reason,
-        extensions=extensions,
-        answers={digest: answers[digest] for digest in own if digest in answers},
-    )
-
-
-def whole_prefix(rollout: Rollout) -> Prefix:
-    """A response that has ended, with the finish reason that the decoder gave it and the answers to its own turns."""
-    if (conversation := rollout.conversation) is None:
-        return prefix_of(rollout, rollout.finish_reason)
-    reason: FinishReason = "stop" if conversation.stop_reason == "observation" else rollout.finish_reason
-    return prefix_of(rollout, reason, answers=conversation.answers)
+def share_of(count: int, share: float) -> int:
+    """The smallest number that is at least this share of `count`, at least 1; rounding of the share apart."""
+    return max(1, math.ceil(count * share - 1e-9))
