@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
+from srtrl.build import TrainingResult, run_training
 from srtrl.checks import build_checked
 from srtrl.generation import Generated, generate
 from srtrl.metrics import write_atomic
@@ -17,7 +18,6 @@ from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON, Caught
 from srtrl.run.place import StartFlags
-from srtrl.trainer.trainer import TrainingResult, run_training
 
 __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]
 

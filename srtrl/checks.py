@@ -57,9 +57,9 @@ def check_data(recipe: Recipe) -> None:
     Raises:
         ValueError: what training would refuse.
     """
+    from srtrl import build
     from srtrl.model.weights import is_local
     from srtrl.tasks.base import load_task, needs_network
-    from srtrl.trainer import build
     from srtrl.trainer.evaluate import training_evals
     from srtrl.trainer.sampling import DataOrder
 
@@ -77,10 +77,10 @@ def check_data(recipe: Recipe) -> None:
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Pairs of a key of the recipe and a function that raises ValueError where its value cannot be used."""
+    from srtrl.build import choose_device
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import choose_device
 
     yield "algorithm.advantage", partial(_check_advantage, recipe)
     for key, *call in _trials(recipe):
@@ -242,9 +242,9 @@ def _check_drafter(recipe: Recipe) -> None:
     """Let a user-defined drafter draft for one sample."""
     import numpy as np
 
+    from srtrl.build import build_drafter
     from srtrl.drafters.base import end_to_end
     from srtrl.drafters.draft_tree import check_trees
-    from srtrl.trainer.build import build_drafter
     from srtrl.trainer.sampling import train_sampling
     from srtrl.types import Request
 
@@ -265,8 +265,8 @@ def _check_drafter(recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
     """Check that a local model, or the architecture of a warm start, is supported and has room for the lengths."""
+    from srtrl.features.lora import check_rank
     from srtrl.model.weights import check_weights, has_tokenizer, is_local, locate, read_config
-    from srtrl.trainer.lora import check_rank
 
     model, tokenizer = recipe.model.path, recipe.model.tokenizer
     architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None

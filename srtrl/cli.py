@@ -144,9 +144,9 @@ def train(
         steps = f"{loaded.train.num_steps} steps"
         print(f"{source.path}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
     check_recipe(loaded, source)
+    from srtrl.build import run_training
     from srtrl.metrics import read_metrics
     from srtrl.run.metrics import run_figures
-    from srtrl.trainer.trainer import run_training
 
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():

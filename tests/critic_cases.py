@@ -10,9 +10,8 @@ from padded_update import padded_forward
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 
-from srtrl.model.value_model import ValueModel
+from srtrl.features.critic import Critic, ValueModel
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.critic import Critic
 from srtrl.types import TrainSequence
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from rank_cases import CONTEXT
 
+from srtrl.build import run_training
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run import checkpoint
 from srtrl.trainer import sampling
-from srtrl.trainer.trainer import Trainer, run_training
+from srtrl.trainer.trainer import Trainer
 
 Prepare = Callable[[], None]
 

@@ -17,7 +17,7 @@ from recipe_cases import recipe_text
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.model.weights import Adapter, save_adapter
+from srtrl.features.adapters import Adapter, save_adapter
 from srtrl.recipe.file import RecipeError, load_recipe
 
 COMMANDS = """
@@ -480,7 +480,7 @@ def _nothing_changes(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     def listing() -> dict[str, int]:
         return {str(path): path.lstat().st_mtime_ns for path in place.rglob("*")}
 
-    monkeypatch.setattr("srtrl.trainer.trainer.Trainer._load_task", Mock(side_effect=AssertionError("training begins")))
+    monkeypatch.setattr("srtrl.build.load_task", Mock(side_effect=AssertionError("training begins")))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing()
     yield

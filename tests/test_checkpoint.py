@@ -13,16 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.features.critic import CRITIC_FOLDER, CRITIC_OPTIMIZER, ValueModel, save_value_model
 from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
 from srtrl.model.transformer import Transformer
-from srtrl.model.value_model import ValueModel, save_value_model
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import (
-    CRITIC_FOLDER,
-    CRITIC_OPTIMIZER,
     OPTIMIZER,
     PolicyFiles,
     TrainerState,

@@ -78,7 +78,7 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     folder = finished(train__num_steps=2)
     monkeypatch.setattr("srtrl.report.page.write_report", lambda folder: folder / "report.html")
     run_training = Mock(return_value=SimpleNamespace(folder=folder, num_steps=3, interrupted=interrupted))
-    monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
+    monkeypatch.setattr("srtrl.build.run_training", run_training)
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
     result = run("train", recipe_file, *overrides, "--overwrite")
     assert (result.exit_code, result.stderr) == (code, "")
@@ -109,7 +109,7 @@ def test_interrupts_and_errors_of_the_system_are_one_line_and_bugs_a_traceback(
         (KeyboardInterrupt(), 130, "interrupted"),
         (full, 1, "error: [Errno 28] No space left: 'runs/a'"),
     ):
-        monkeypatch.setattr("srtrl.trainer.trainer.run_training", Mock(side_effect=raised))
+        monkeypatch.setattr("srtrl.build.run_training", Mock(side_effect=raised))
         result = run("train", recipe_file)
         assert (result.exit_code, result.stderr) == (code, f"{message}\n")
     for bug in (ValueError, RuntimeError, ZeroDivisionError):

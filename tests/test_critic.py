@@ -14,10 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from update_cases import make_policy
 
+from srtrl.features.critic import (
+    HEAD_FILE,
+    ValueModel,
+    load_value_model,
+    save_value_model,
+    value_metrics,
+    values_column,
+)
 from srtrl.model.attention import PackedPlan
-from srtrl.model.value_model import HEAD_FILE, ValueModel, load_value_model, save_value_model
 from srtrl.model.weights import load_model, save_model
-from srtrl.trainer.critic import value_metrics, values_column
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
 from srtrl.types import TrainSequence
 

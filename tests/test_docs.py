@@ -13,12 +13,12 @@ from environment_cases import HOSTILE
 from recipe_cases import recipe_text
 from tiny_run import make_recipe
 
+from srtrl.build import run_training
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.file import build_recipe, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.trainer import run_training
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_run import make_recipe
 
+from srtrl.build import run_training
 from srtrl.checks import check_recipe
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.weights import load_model, load_tokenizer, named_tensors
@@ -17,7 +18,6 @@ from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import checkpoint_name
 from srtrl.tasks.base import load_task
-from srtrl.trainer.trainer import run_training
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)

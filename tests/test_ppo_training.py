@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import PPO, make_recipe, train
 
+from srtrl.features.critic import load_value_model
 from srtrl.metrics import read_metrics
-from srtrl.model.value_model import load_value_model
 from srtrl.model.weights import load_model
 from srtrl.run.checkpoint import OPTIMIZER, read_state
 from srtrl.run.metrics import describe_step

@@ -17,14 +17,13 @@ from test_checkpoint import ADAMW, contents, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from srtrl.features.critic import CRITIC_OPTIMIZER, ValueModel
 from srtrl.model.transformer import Transformer
-from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model
 from srtrl.ranks.processes import ONE_RANK, RankError, Ranks
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (
-    CRITIC_OPTIMIZER,
     OPTIMIZER,
     find_damage,
     latest_checkpoint,

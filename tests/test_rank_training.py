@@ -19,11 +19,11 @@ from rank_runs import assert_close_runs, train_on_ranks
 from test_promises import SHORT
 from tiny_run import learned_rows, make_recipe, train
 
+from srtrl import build
 from srtrl.metrics import is_temporary
 from srtrl.ranks.processes import RankError, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import list_checkpoints
-from srtrl.trainer import build, trainer
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.trainer import Trainer
 
@@ -99,7 +99,7 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
         assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
 
 
-LOADS = [(trainer, "load_task"), (build, "build_engine"), (MasterAdamW, "load")]
+LOADS = [(build, "load_task"), (build, "build_engine"), (MasterAdamW, "load")]
 
 
 def errors_of_a_start(ranks: Ranks, recipe: Recipe) -> list[str]:
@@ -111,12 +111,12 @@ def errors_of_a_start(ranks: Ranks, recipe: Recipe) -> list[str]:
                 patch.setattr(module, name, no_file)
             with (
                 pytest.raises((ValueError, RankError), match=r".") as caught,
-                Trainer(recipe, ranks, resume=True),
+                build.build_trainer(recipe, ranks, resume=True),
             ):
                 pass
         found.append(str(caught.value))
     with pytest.raises((ValueError, RankError), match=r"--resume continues|already") as caught:
-        Trainer(recipe, ranks)  # the folder is there
+        build.build_trainer(recipe, ranks)  # the folder is there
     return [*found, f"{caught.type.__name__}"]
 
 

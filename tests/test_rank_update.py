@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
 from srtrl.engine.engine import Engine
+from srtrl.features.critic import Critic, values_column
+from srtrl.features.lora import LoraAdamW
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, shard, unshard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
-from srtrl.trainer.critic import Critic, values_column
-from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext, fill

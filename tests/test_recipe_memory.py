@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 from srtrl import planner
+from srtrl.build import number_of_slots
 from srtrl.cli import app
 from srtrl.engine.kv_memory import GIB
 from srtrl.model.transformer import Transformer
 from srtrl.planner import KV_CACHE, MemoryPlan, find_config, plan_memory
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.trainer.build import number_of_slots
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "performance.md"

@@ -13,13 +13,13 @@ from test_weights import FIELDS
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from srtrl.build import CPU_SLOTS, number_of_slots
 from srtrl.cli import app
 from srtrl.generation import generate
 from srtrl.model import hf_config
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import _has_plain_tokenizer, load_tokenizer, locate
 from srtrl.recipe.file import build_recipe, read_source
-from srtrl.trainer.build import CPU_SLOTS, number_of_slots
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PLAIN: dict[str, Any] = FIELDS | {"rms_norm_eps": 1e-5}

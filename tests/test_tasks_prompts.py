@@ -13,6 +13,7 @@ from bench_cases import run as command
 from task_cases import byte_tokenizer
 from tiny_run import make_recipe, train
 
+from srtrl.build import run_training
 from srtrl.checks import build_checked, check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe, read_source
@@ -25,7 +26,6 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.row_task import RowTask
-from srtrl.trainer.trainer import run_training
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 USER = {"role": "user", "content": "Hi?\n"}

@@ -22,6 +22,7 @@ from tiny_run import DAPO, PPO, learned_rows, make_recipe, open_run, train
 from update_cases import CALLS, flawed
 
 import srtrl
+from srtrl import build
 from srtrl.drafters.srt import Drafter
 from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
@@ -31,7 +32,7 @@ from srtrl.run.interrupt import Interrupt
 from srtrl.run.metrics import describe_step, run_figures
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer import build, sampling
+from srtrl.trainer import sampling
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingStoppedError

@@ -23,15 +23,14 @@ from padded_update import LOSSES, RATIO_CAP, REDUCTIONS, naive_batches, padded_s
 from torch import Tensor
 from update_cases import CALLS, RecordingSGD, flawed, make_policy, make_recipe, make_sequences, update
 
+from srtrl import build
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
-from srtrl.trainer import build
 from srtrl.trainer.learner import mini_batches
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner, logprob_difference, response_logprobs
 from srtrl.trainer.passes import NonFiniteError
-from srtrl.trainer.trainer import Trainer
 from srtrl.types import TrainSequence
 
 LOW, HIGH = 0.1, 0.15
@@ -389,5 +388,5 @@ def test_the_message_names_the_stage_and_options_that_help(
     assert "train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true" in text
     monkeypatch.setattr(build, "make_policy_optimizer", Mock(side_effect=torch.OutOfMemoryError(TORCHS_WORDS)))
     with pytest.raises(UpdateMemoryError, match=r"(?s)^loading the models: the device's memory is too small.*--check"):
-        Trainer(tiny_run.make_recipe(policy, tmp_path))
+        build.build_trainer(tiny_run.make_recipe(policy, tmp_path))
     assert "start again with --overwrite" in how_to_resume(tmp_path / "empty")

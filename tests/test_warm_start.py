@@ -15,12 +15,12 @@ from rank_cases import FORKED, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from srtrl import build
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
-from srtrl.trainer import build
 from srtrl.trainer.passes import UpdateContext
 from srtrl.warm_start import training as warm_start
 from srtrl.warm_start.training import (

@@ -60,11 +60,11 @@ def command(
 
     from srtrl.bench.measure import alternate, publish
     from srtrl.bench.workload import load_prompts, make_engine, rows_of, run_engine, share_out
+    from srtrl.build import PREFILL_TOKENS
     from srtrl.drafters.base import resolve_drafter
     from srtrl.model.cpu_threads import set_cpu_threads
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.weights import init_model
-    from srtrl.trainer.build import PREFILL_TOKENS
 
     names = [name.strip() for name in drafters.split(",")]
     for name in names:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from srtrl import build
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
@@ -20,7 +21,6 @@ from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.grading import Grader
-from srtrl.trainer import build
 from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
 from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import RolloutGroup

@@ -1,17 +1,15 @@
-"""Models, adapters and tokenizers in and out, in the Hugging Face layout; `transformers` and `peft` load them."""
+"""Models and tokenizers in and out, in the Hugging Face layout; `transformers` loads them."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import huggingface_hub
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from srtrl.model.files import (
@@ -36,32 +34,6 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INIT_STD = 0.02
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PEFT_NAME = "base_model.model.{}.weight"
-_PLAIN_LORA: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "use_rslora": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-"""Values of an adapter's config that decide what it computes: the only ones that are supported."""
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class Adapter:
-    """LoRA: to matrices W [out, in] of a base model, (alpha / rank) B A is added (Hu et al. 2021, arXiv 2106.09685)."""
-
-    base: str
-    """The base model: a path as in `locate`."""
-    rank: int
-    alpha: float
-    tensors: dict[str, Tensor]
-    """A [rank, in] as `model.layers.0.self_attn.q_proj.lora_A`, and B [out, rank] as `... .lora_B`."""
 
 
 def locate(path: str | Path) -> Path:
@@ -73,7 +45,7 @@ def locate(path: str | Path) -> Path:
         ValueError: There is no such bundled model, local folder or hub repository, or the hub cannot be reached.
     """
     adapter = find_adapter(path)
-    return _find_folder(path if adapter is None else _adapter_config(adapter)["base_model_name_or_path"])
+    return _find_folder(path if adapter is None else base_of(adapter))
 
 
 def find_adapter(path: str | Path) -> Path | None:
@@ -82,10 +54,18 @@ def find_adapter(path: str | Path) -> Path | None:
     return folder if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file() else None
 
 
+def base_of(adapter: Path) -> str:
+    """The base model that the adapter in a folder names, as for `locate`; ValueError where that is no model."""
+    base = read_json(file := adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or find_adapter(base) is not None:  # a chain of adapters, or a circle
+        raise ValueError(f"{file}: base_model_name_or_path is {base!r}; expected a model that is no adapter itself")
+    return base
+
+
 def base_name(path: str | Path) -> str:
     """The name of the model at `path` in an adapter's config: that of the hub, or the absolute path of a folder."""
     if (adapter := find_adapter(path)) is not None:
-        return base_name(_adapter_config(adapter)["base_model_name_or_path"])
+        return base_name(base_of(adapter))
     is_local = str(path).startswith("bundled:") or Path(path).expanduser().is_dir()
     return str(locate(path).resolve()) if is_local else str(path)
 
@@ -219,7 +199,7 @@ def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """The model at `path` (see `locate`), its weights rounded to `dtype`; an adapter is merged into its base model.
+    """The model at `path` (see `locate`), its weights rounded to `dtype`; no adapter.
 
     Tensors are copied one at a time into their place, so that the weights are in memory once.
 
@@ -227,6 +207,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
         ValueError: The model is not supported, or a tensor is missing, unexpected, of another shape than the config
             says, or not a floating-point tensor; the message names tensor and file.
     """
+    assert find_adapter(path) is None, "load_policy merges adapters"
     folder = locate(path)
     config = read_config(folder)
     files = check_weights(folder, config)
@@ -245,8 +226,6 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
                 f"{file}: tensor lm_head.weight differs from model.embed_tokens.weight, but the config has "
                 "tie_word_embeddings true; set it to false if the head was trained apart"
             )
-    if adapter_folder := find_adapter(path):
-        merge_adapter(model, read_adapter(adapter_folder), adapter_folder)
     return model
 
 
@@ -270,7 +249,7 @@ def check_weights(folder: Path, config: ModelConfig) -> Sequence[Path]:
                     raise ValueError(f"{file}: tensor {name} is there twice, for {found[name].name} holds it too")
                 if (expected := (tied_head | shapes).get(name)) is None:
                     raise ValueError(f"{file}: unexpected tensor {name} (a {config.model_type} has none of this name)")
-                _check_shape(file, name, tensors.get_slice(name).get_shape(), expected, f"{folder / 'config.json'}")
+                check_shape(file, name, tensors.get_slice(name).get_shape(), expected, f"{folder / 'config.json'}")
                 found[name] = file
     for name in shapes.keys() & indexed.keys():
         if indexed[name] in files and found.get(name) != indexed[name]:
@@ -281,7 +260,8 @@ def check_weights(folder: Path, config: ModelConfig) -> Sequence[Path]:
     return files
 
 
-def _check_shape(file: Path, name: str, found: Sequence[int], expected: Sequence[int], source: str) -> None:
+def check_shape(file: Path, name: str, found: Sequence[int], expected: Sequence[int], source: str) -> None:
+    """Raise ValueError where a tensor of a file has another shape than `source` says."""
     if tuple(found) != tuple(expected):
         raise ValueError(f"{file}: tensor {name} has shape {list(found)}; by {source} it should be {list(expected)}")
 
@@ -320,85 +300,6 @@ def fused_projections(layer: Layer, prefix: str) -> list[tuple[nn.Linear, dict[s
         (layer.gate_up_proj, {f"{mlp}.gate_proj": mlp_width, f"{mlp}.up_proj": mlp_width}),
         (layer.down_proj, {f"{mlp}.down_proj": width}),
     ]
-
-
-def write_merged(weight: Tensor, base: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
-    """Write base + scale B A into `weight` [out, in], in place: computed in the type of A and B, then rounded."""
-    weight.copy_((lora_b @ lora_a).mul_(scale).add_(base))
-
-
-@torch.no_grad()
-def merge_adapter(model: Transformer, adapter: Adapter, folder: Path) -> None:
-    """Add an adapter to the weights of its base model; `folder` names it in errors.
-
-    Raises:
-        ValueError: it has a tensor that fits no matrix of the layers, or one without the other.
-    """
-    places, tensors = named_tensors(model), dict(adapter.tensors)
-    for name in [name.removesuffix(".lora_A") for name in tensors if name.endswith("_proj.lora_A")]:
-        weight, lora_a = places.get(f"{name}.weight"), tensors.pop(f"{name}.lora_A")
-        lora_b = tensors.pop(f"{name}.lora_B", None)
-        if weight is None or lora_b is None:
-            raise ValueError(f"{folder}: its {name}.lora_A and lora_B fit no matrix of {adapter.base}")
-        (num_out, num_in), rank = weight.shape, adapter.rank
-        for kind, tensor, shape in (("A", lora_a, (rank, num_in)), ("B", lora_b, (num_out, rank))):
-            _check_shape(folder, f"{name}.lora_{kind}", tensor.shape, shape, f"rank {rank} and {adapter.base}")
-        lora_a, lora_b = (one.to(weight.device) for one in (lora_a, lora_b))
-        write_merged(weight, weight.clone(), lora_a, lora_b, adapter.alpha / adapter.rank)
-    if tensors:
-        raise ValueError(f"{folder}: unexpected tensors {', '.join(list(tensors)[:5])}; supported: LoRA of the layers")
-
-
-def read_adapter(folder: Path) -> Adapter:
-    """The adapter in a folder that PEFT or `save_adapter` has written, its tensors in float32.
-
-    Raises:
-        ValueError: it is not readable, or no plain LoRA (DoRA, biases, ranks that differ between matrices, ...).
-    """
-    config = _adapter_config(folder)
-    before, after = _PEFT_NAME.split("{}")
-    tensors = {
-        name.removeprefix(before).removesuffix(after): tensor.float()
-        for name, tensor in read_tensors(folder / ADAPTER_WEIGHTS)
-    }
-    return Adapter(
-        base=config["base_model_name_or_path"], rank=config["r"], alpha=config["lora_alpha"], tensors=tensors
-    )
-
-
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    """The config of the adapter in a folder; ValueError where it is not supported."""
-    config = read_json(file := folder / ADAPTER_CONFIG)
-    for key, value in _PLAIN_LORA.items():
-        if (found := config.get(key) or value) != value:
-            raise ValueError(f"{file}: {key} is {found!r}, supported: {value!r}")
-    base = config.get("base_model_name_or_path")
-    if not isinstance(base, str) or find_adapter(base) is not None:  # a chain of adapters, or a circle
-        raise ValueError(f"{file}: base_model_name_or_path is {base!r}; expected a model that is no adapter itself")
-    for key, kinds in (("r", int), ("lora_alpha", int | float)):
-        value = config.get(key)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{file}: {key} is {value!r}; expected a number above 0")
-    return config
-
-
-def save_adapter(adapter: Adapter, folder: Path) -> None:
-    """Write an adapter as PEFT does: `adapter_config.json` and `adapter_model.safetensors`."""
-    folder.mkdir(parents=True)
-    tensors = {_PEFT_NAME.format(name): tensor.detach().cpu() for name, tensor in adapter.tensors.items()}
-    with full_disk_as_os_error(file := folder / ADAPTER_WEIGHTS):
-        save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # safetensors makes it readable for its owner only
-    fields = _PLAIN_LORA | {
-        "base_model_name_or_path": adapter.base,
-        "task_type": "CAUSAL_LM",
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted({name.split(".")[-2] for name in adapter.tensors}),
-        "inference_mode": True,
-    }
-    _write_json(folder / ADAPTER_CONFIG, fields)
 
 
 def save_model(
@@ -440,10 +341,11 @@ def save_model(
         tokenizer.save_pretrained(folder)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             fields.setdefault(key, getattr(tokenizer, key))  # an absent one would be read as the family's default
-    _write_json(folder / "config.json", fields)
+    write_json(folder / "config.json", fields)
     if config.hf_generation_config is not None:
-        _write_json(folder / "generation_config.json", config.hf_generation_config)
+        write_json(folder / "generation_config.json", config.hf_generation_config)
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a file of JSON, its keys sorted."""
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

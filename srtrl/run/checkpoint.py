@@ -45,11 +45,8 @@ FORMAT = 6
 """Version of the layout; a resume refuses another one."""
 OPTIMIZER = "optimizer"
 """Moments, and masters or adapters that learn (of a bfloat16 model, and of LoRA): the other files are for decoding."""
-ADAPTER_FOLDER = "adapter"
-CRITIC_FOLDER = "critic"
-CRITIC_OPTIMIZER = "critic_optimizer"
-DRAFT_HEAD = "draft_head"
-"""A draft head's weights, optimizer and counts of tokens."""
+ONLY_TRAINING = (OPTIMIZER, "critic", "draft_head")
+"""Beginnings of the names of folders that nobody else reads."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 CHANGED = (
@@ -165,8 +162,7 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
         read_state(checkpoint)  # raises for an earlier version
         return f"{manifest} cannot be read ({type(error).__name__}: {error})"
     if policy_only:
-        training = (OPTIMIZER, CRITIC_FOLDER, DRAFT_HEAD)
-        files = {name: entry for name, entry in files.items() if not name.startswith(training)}
+        files = {name: entry for name, entry in files.items() if not name.startswith(ONLY_TRAINING)}
     elif not log.is_file() or _entry(log, rows["size"]) != rows:
         return f"{log} has not all rows as {manifest} lists them"
     damaged = (name for name in files if not (checkpoint / name).is_file() or _entry(checkpoint / name) != files[name])

@@ -21,7 +21,7 @@ from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
-from srtrl.run.checkpoint import DRAFT_HEAD, load_tensors
+from srtrl.run.checkpoint import load_tensors
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import NonFiniteError, sum_gradients
 from srtrl.types import TrainSequence
@@ -58,7 +58,7 @@ class Texts(NamedTuple):
 class DraftHeadLearner:
     """A head's optimizer, and what it learns from between two steps of the policy."""
 
-    folder = DRAFT_HEAD
+    folder = "draft_head"
 
     def __init__(self, head: DraftHead, policy: Transformer, recipe: Recipe) -> None:
         """`recipe` has the section `rollout.draft_head`."""
@@ -156,8 +156,8 @@ class DraftHeadLearner:
 
     def load(self, checkpoint: Path) -> None:
         """Take back what a checkpoint holds; a head that the run did not have then stays fresh."""
-        if (checkpoint / DRAFT_HEAD).is_dir():
-            load_tensors(checkpoint, DRAFT_HEAD, self.tensors())
+        if (checkpoint / self.folder).is_dir():
+            load_tensors(checkpoint, self.folder, self.tensors())
             self.optimizer.write_weights()
 
     def _tempered(self, logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A model that learns from the rollouts of a training step: mini-batches, passes, gradients, optimizer steps.
 
-Policy, critic and supervised fine-tuning are each a `Learner`, with a loss of its own.
+The policy is a `Learner`, and so is any model beside it, with a loss of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
-from srtrl.model.value_model import ValueModel
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import UpdatePlan
 from srtrl.rollout.packing import PackedBatch
@@ -64,7 +63,7 @@ class Learner:
     loss_name = ""
     """The option of its loss, and the function, as error messages name them."""
 
-    def __init__(self, model: Transformer | ValueModel, optimizer: MasterAdamW, updates: UpdatePlan) -> None:
+    def __init__(self, model: nn.Module, optimizer: MasterAdamW, updates: UpdatePlan) -> None:
         """Keep these.
 
         Args:

@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from srtrl.metrics import MetricLog, StageTimer
-from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.weights import locate
-from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
-from srtrl.ranks.sharding import unshard
-from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
     Part,
-    PolicyFiles,
     TrainerState,
-    checkpoint_to_resume,
-    digest_model,
-    digest_prompts,
     read_state,
     save_checkpoint,
 )
-from srtrl.run.folder import RunFolder, check_run_folder, open_run_folder, step_file_name, write_rollouts
+from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.machine import MACHINE_FILE, describe_machine
 from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
 from srtrl.run.place import StartFlags, run_path
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
-from srtrl.run.trackers import check_trackers, log_samples, start_trackers
-from srtrl.tasks.base import load_task
-from srtrl.tasks.grading import Grader
-from srtrl.trainer import build
+from srtrl.run.trackers import log_samples, start_trackers
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
-from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
-from srtrl.trainer.sampling import RolloutContext, StepRollouts
+from srtrl.trainer.passes import Column, NonFiniteError, UpdateContext, fill
+from srtrl.trainer.sampling import RolloutContext, Sampler, StepRollouts
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
+
+    from srtrl.model.transformer import Transformer
+    from srtrl.tasks.base import TaskBase
 
 
 class TrainingStoppedError(RuntimeError):
@@ -57,53 +48,38 @@ class TrainingStoppedError(RuntimeError):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class TrainingResult:
-    """The end of a run; its figures are in `metrics.jsonl`."""
+class Parts:
+    """What a run is made of, loaded; `build.build_parts` makes it from a recipe."""
 
-    folder: Path
-    num_steps: int
-    """Training steps done, in total."""
-    interrupted: bool
-    """An interrupt ended the run before its last step; `resume` continues it."""
-
-
-def run_training(
-    recipe: Recipe,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    from_step: int | None = None,
-    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
-) -> TrainingResult:
-    """Train as the recipe says, into the folder `<output_dir>/<name>`.
-
-    Args:
-        recipe: From `load_recipe`.
-        resume: Continue from the last checkpoint of the run's folder; options of `recipe` that differ from the run's
-            hold from there on, except those that cannot change within a run.
-        overwrite: Rename a folder that is in the way to `NAME.1` (or the next free number) and begin again.
-        from_step: With `resume`, the step whose checkpoint to continue from; later checkpoints are deleted (the option
-            `--checkpoint`).
-        on_step: Called after each training step with its number and its metrics (docs/metrics.md), which are on disk
-            then. An exception from it ends the run; `resume` continues it from its last checkpoint.
-
-    Raises:
-        ValueError: a mistake in the recipe, its data or the flags.
-        TrainingStoppedError: a number is not finite, decoder and trainer differ, or memory is short; see the message.
-        KeyboardInterrupt: the second Ctrl-C.
-    """
-    flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
-    with open_ranks() as ranks, Trainer(recipe, ranks, on_step=on_step, **flags) as trainer:
-        trainer.train()
-        interrupted = trainer.step < recipe.train.num_steps
-        return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
+    context: RolloutContext
+    """With the recipe, the engine, and the grader, which is not started."""
+    task: TaskBase
+    sampler: Sampler
+    columns: Sequence[Column]
+    """What passes compute before credit is assigned."""
+    learners: Sequence[Learner]
+    """The last one is the policy's."""
+    saved: Sequence[Part]
+    """Of a checkpoint."""
+    drafts: Sequence[Part]
+    """Of a checkpoint, too; without them a run goes on, for no token depends on them."""
+    prompts_sha256: str
+    """See `digest_prompts`."""
+    model_sha256: str
+    """See `digest_model`."""
+    flags: StartFlags
+    """How the run begins."""
+    checkpoint: Path | None
+    """To resume."""
+    changes: Sequence[str]
+    """A line for each option that differs from those of the run to resume."""
 
 
 class Trainer:
-    """A run. `with Trainer(recipe) as trainer: trainer.train()` trains the policy step by step.
+    """A run. `with build_trainer(recipe) as trainer: trainer.train()` trains the policy step by step.
 
-    The constructor checks and loads everything and leaves no trace. Inside the `with` block there are worker processes
-    and trackers, and the run's folder is locked; after each step it has all that the step learned.
+    Before the `with` block it leaves no trace. Inside there are worker processes and trackers, and the run's folder is
+    locked; after each step it has all that the step learned.
     """
 
     run: RunFolder
@@ -111,116 +87,39 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: Recipe,
-        ranks: Ranks = ONE_RANK,
+        parts: Parts,
         *,
         console: Console | None = None,
         on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
-        **flags: Unpack[StartFlags],
     ) -> None:
-        """Load the task, then the weights: those of the recipe's model or, with `resume`, of a checkpoint.
+        """Keep these.
 
         Args:
-            recipe: Everything that decides the run.
-            ranks: The processes of the run; all make the same calls.
+            parts: What the run is made of.
             console: Where rank 0 reports; standard output by default.
-            on_step: See `run_training`.
-            flags: How the run begins; see `StartFlags`.
-
-        Raises:
-            ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
+            on_step: See `build.run_training`.
         """
-        self.recipe = recipe
-        self.ranks = ranks
-        self.flags = flags
+        self.rollout_context = context = parts.context
+        self.recipe, self.engine, self.grader = context.recipe, context.engine, context.grader
+        self.conversations, self.ranks = context.conversations, context.ranks
+        self.task, self.sampler, self.columns, self.learners = parts.task, parts.sampler, parts.columns, parts.learners
+        self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
+        self.saved, self.drafts = parts.saved, parts.drafts
+        self.prompts_sha256, self.model_sha256 = parts.prompts_sha256, parts.model_sha256
+        self.flags, self.checkpoint = parts.flags, parts.checkpoint
+        self.evaluates_ends, self.eval_prompts = training_evals(parts.task, self.recipe)
         self.on_step = on_step
-        self.progress = RunProgress(recipe.train.num_steps, console=console if ranks.is_main else Console(quiet=True))
+        console = console if self.ranks.is_main else Console(quiet=True)
+        self.progress = RunProgress(self.recipe.train.num_steps, console=console)
         self.interrupt = Interrupt(self.progress.say)
         self.timer = StageTimer()
         self.step = 0
         """Training steps done."""
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the current step."""
-        self.changes, self.checkpoint = ranks.on_main(self._check_start, "checks of rank 0")
+        self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """Of the main rank."""
-        set_cpu_threads(recipe.num_threads)
-        seed_generators(recipe.seed, 0)
-        with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
-            self._load_task()
-            self._load_models()
-        unshard(
-            self.policy, in_place=True
-        )  # needs all ranks; an error within `synchronized` would leave the others waiting
-        decoder = "loading the decoder and the state of the run"
-        with ranks.synchronized(decoder), explain_out_of_memory(decoder):
-            # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
-            # One model after the other learns.
-            reserved_bytes = max(learner.optimizer.gradient_bytes for learner in self.learners)
-            head = None
-            if self.draft_head is not None:
-                head = self.draft_head.head
-                reserved_bytes += self.draft_head.optimizer.gradient_bytes
-                head.count(np.concatenate([prompt.token_ids for prompt in self.task.train_prompts]))
-            self.engine = build.build_engine(
-                recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes, draft_head=head
-            )
-            self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
-            self.rollout_context = RolloutContext(
-                recipe=recipe,
-                engine=self.engine,
-                grader=self.grader,
-                tokenizer=self.tokenizer,
-                end_ids=self.end_ids,
-                conversations=self.conversations,
-                ranks=ranks,
-            )
-            self.sampler = build.build_sampler(self.rollout_context, self.task)
-            policy = PolicyFiles(model=self.policy, tokenizer=self.tokenizer, end_ids=self.end_ids)
-            self.parts: list[Part] = [policy, *self.learners, self.sampler]
-            """Of a checkpoint, and parts without which a run goes on: no token depends on them."""
-            self.drafts: list[Part] = [self.engine.head_drafts, self.engine.drafter]
-            if self.checkpoint is not None:
-                self.restore(self.checkpoint)
-
-    def _check_start(self) -> tuple[list[str], Path | None]:
-        """Check flags, folder and trackers; returns the changes since the run to resume, and its checkpoint."""
-        changes = check_run_folder(self.recipe, **self.flags)
-        check_trackers(self.recipe.log)
-        if not self.flags.get("resume"):
-            return changes, None
-        return changes, checkpoint_to_resume(run_path(self.recipe) / "checkpoints", self.flags.get("from_step"))
-
-    def _load_task(self) -> None:
-        """Tokenizer, environment and prompts."""
-        recipe = self.recipe
-        self.tokenizer = build.build_tokenizer(recipe)
-        self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
-        self.conversations = build.build_conversations(recipe, self.tokenizer)
-        tools = self.conversations.tools if self.conversations is not None else ()
-        self.task = load_task(recipe, self.tokenizer, tools=tools)
-        self.prompts_sha256 = digest_prompts(self.task.train_prompts, self.checkpoint)
-        self.evaluates_ends, self.eval_prompts = training_evals(self.task, recipe)
-
-    def _load_models(self) -> None:
-        """Policy, reference and critic, with the optimizers of those that learn."""
-        recipe, device = self.recipe, build.choose_device(self.recipe)
-        has_lora = (
-            recipe.model.lora is not None
-        )  # then the state of its optimizer makes a checkpoint's weights of these
-        start = locate(recipe.model.path) if has_lora else self.checkpoint or recipe.model.path
-        self.policy = build.build_policy(recipe, str(start), device)
-        build.shard_model(self.policy, recipe, self.ranks)
-        self.optimizer = build.make_policy_optimizer(self.policy, recipe)
-        self.reference = build.build_reference(recipe, self.policy, device, self.ranks)
-        is_used = has_lora or self.reference is not None
-        self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
-        self.draft_head = build.build_draft_head(recipe, self.policy)
-        self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
-        self.learner = PolicyLearner(self.policy, self.optimizer, recipe)
-        self.learner.observers += [] if self.draft_head is None else [self.draft_head]
-        self.learners: list[Learner] = [*([] if self.critic is None else [self.critic]), self.learner]
-        self.columns = build.build_columns(recipe, self.policy, self.optimizer, self.reference, self.critic)
 
     def __enter__(self) -> Self:
         """Start everything that must be stopped; an earlier run is changed last, when nothing can refuse any more."""
@@ -263,7 +162,7 @@ class Trainer:
         report = self.task.load_report or {"training prompts": len(self.task.train_prompts)}
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
-        say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.tokenizer))
+        say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.rollout_context.tokenizer))
         for change in self.changes:
             say(f"--resume: {change}")
         if resume and self.checkpoint is None:
@@ -288,7 +187,7 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Take back a checkpoint, whose weights are loaded: its parts and `state`."""
-        for part in self.parts:
+        for part in self.saved:
             part.load(checkpoint)
         for drafts in self.drafts:
             try:
@@ -347,7 +246,7 @@ class Trainer:
             self.checkpoint_if_due()
 
     def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
-        """Advantages of the kept samples, with the columns that the recipe needs (see `build.build_columns`)."""
+        """Advantages of the kept samples, with the columns that the recipe needs (see `Parts`)."""
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
@@ -379,7 +278,7 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        computed = [sequence for sequence in credit.sequences if self.learner.needs_pass(sequence)]
+        computed = [sequence for sequence in credit.sequences if self.learners[-1].needs_pass(sequence)]
         num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
@@ -417,7 +316,7 @@ class Trainer:
                 self.run.checkpoints,
                 self.state(),
                 tensors=tensors,
-                parts=[*self.parts, *self.drafts],
+                parts=[*self.saved, *self.drafts],
                 keep=train.keep_checkpoints,
                 ranks=self.ranks,
             )

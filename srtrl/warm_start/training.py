@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
+from srtrl import build
 from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
 from srtrl.metrics import new_folder, temporary_beside, write_atomic
@@ -31,7 +32,6 @@ from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import TaskBase, load_task
-from srtrl.trainer import build
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import response_logprobs

@@ -1,14 +1,17 @@
-"""The parts of a run, each made from the recipe by one small function."""
+"""From a recipe to the parts of a run: the one place that says which of `features/` a recipe has."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_head import DraftHead
@@ -17,24 +20,33 @@ from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.environments.conversations import Conversations
+from srtrl.features.adapters import load_policy, read_adapter
+from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
+from srtrl.features.lora import LoraAdamW
 from srtrl.features.partial import PartialSampler
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
-from srtrl.model.value_model import ValueModel, load_value_model
-from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_model, load_tokenizer, read_adapter
-from srtrl.ranks.processes import Ranks
-from srtrl.ranks.sharding import shard
+from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_tokenizer, locate
+from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
+from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
-from srtrl.run.checkpoint import CRITIC_FOLDER
-from srtrl.tasks.base import TaskBase
-from srtrl.trainer.critic import Critic, values_column
+from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
+from srtrl.run.folder import check_run_folder
+from srtrl.run.interrupt import explain_out_of_memory
+from srtrl.run.place import StartFlags, run_path
+from srtrl.run.trackers import check_trackers
+from srtrl.tasks.base import TaskBase, load_task
+from srtrl.tasks.grading import Grader
 from srtrl.trainer.draft_head import DraftHeadLearner
-from srtrl.trainer.lora import LoraAdamW
-from srtrl.trainer.objective import logprobs_column
+from srtrl.trainer.evaluate import training_evals
+from srtrl.trainer.learner import Learner
+from srtrl.trainer.objective import PolicyLearner, logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import Column
 from srtrl.trainer.sampling import RolloutContext, Sampler
+from srtrl.trainer.trainer import Parts, Trainer, seed_generators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +60,149 @@ CPU_SLOTS = 64
 """`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens computed in one decode step at most, by type of device."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainingResult:
+    """The end of a run; its figures are in `metrics.jsonl`."""
+
+    folder: Path
+    num_steps: int
+    """Training steps done, in total."""
+    interrupted: bool
+    """An interrupt ended the run before its last step; `resume` continues it."""
+
+
+def run_training(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    from_step: int | None = None,
+    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+) -> TrainingResult:
+    """Train as the recipe says, into the folder `<output_dir>/<name>`.
+
+    Args:
+        recipe: From `load_recipe`.
+        resume: Continue from the last checkpoint of the run's folder; options of `recipe` that differ from the run's
+            hold from there on, except those that cannot change within a run.
+        overwrite: Rename a folder that is in the way to `NAME.1` (or the next free number) and begin again.
+        from_step: With `resume`, the step whose checkpoint to continue from; later checkpoints are deleted (the option
+            `--checkpoint`).
+        on_step: Called after each training step with its number and its metrics (docs/metrics.md), which are on disk
+            then. An exception from it ends the run; `resume` continues it from its last checkpoint.
+
+    Raises:
+        ValueError: a mistake in the recipe, its data or the flags.
+        TrainingStoppedError: a number is not finite, decoder and trainer differ, or memory is short; see the message.
+        KeyboardInterrupt: the second Ctrl-C.
+    """
+    flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
+    with open_ranks() as ranks, build_trainer(recipe, ranks, on_step=on_step, **flags) as trainer:
+        trainer.train()
+        interrupted = trainer.step < recipe.train.num_steps
+        return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
+
+
+def build_trainer(
+    recipe: Recipe,
+    ranks: Ranks = ONE_RANK,
+    *,
+    console: Console | None = None,
+    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+    **flags: Unpack[StartFlags],
+) -> Trainer:
+    """A run, loaded: with the weights of the recipe's model or, with `resume`, the state of a checkpoint.
+
+    Args:
+        recipe: Everything that decides the run.
+        ranks: The processes of the run; all make the same calls.
+        console: Where rank 0 reports; standard output by default.
+        on_step: See `run_training`.
+        flags: How the run begins; see `StartFlags`.
+
+    Raises:
+        ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
+    """
+    changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
+    set_cpu_threads(recipe.num_threads)
+    seed_generators(recipe.seed, 0)
+    with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
+        tokenizer = build_tokenizer(recipe)
+        end_ids = response_end_ids(recipe.model.path, tokenizer)
+        conversations = build_conversations(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations is not None else ())
+        prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
+        training_evals(task, recipe)  # raises where there are no problems for it
+        device = choose_device(recipe)
+        policy = build_policy(recipe, str(_first_weights(recipe, checkpoint)), device)
+        shard_model(policy, recipe, ranks)
+        optimizer = make_policy_optimizer(policy, recipe)
+        reference = build_reference(recipe, policy, device, ranks)
+        is_used = recipe.model.lora is not None or reference is not None
+        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_used)
+        draft_head = build_draft_head(recipe, policy)
+        critic = build_critic(recipe, checkpoint, device, ranks)
+    unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
+    with ranks.synchronized(decoder := "loading the decoder and the state of the run"), explain_out_of_memory(decoder):
+        columns = build_columns(recipe, policy, optimizer, reference, critic)
+        learner = PolicyLearner(policy, optimizer, recipe)
+        learners: list[Learner] = [*([] if critic is None else [critic]), learner]
+        # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
+        # One model after the other learns.
+        reserved_bytes = max(one.optimizer.gradient_bytes for one in learners)
+        head = None
+        if draft_head is not None:
+            learner.observers.append(draft_head)
+            head = draft_head.head
+            reserved_bytes += draft_head.optimizer.gradient_bytes
+            head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
+        engine = build_engine(recipe, policy, tokenizer, reserved_bytes=reserved_bytes, draft_head=head)
+        context = RolloutContext(
+            recipe=recipe,
+            engine=engine,
+            grader=Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
+            tokenizer=tokenizer,
+            end_ids=end_ids,
+            conversations=conversations,
+            ranks=ranks,
+        )
+        sampler = build_sampler(context, task)
+        parts = Parts(
+            context=context,
+            task=task,
+            sampler=sampler,
+            columns=columns,
+            learners=learners,
+            saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), *learners, sampler],
+            drafts=[engine.head_drafts, engine.drafter],
+            prompts_sha256=prompts_sha256,
+            model_sha256=model_sha256,
+            flags=flags,
+            checkpoint=checkpoint,
+            changes=changes,
+        )
+        trainer = Trainer(parts, console=console, on_step=on_step)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+    return trainer
+
+
+def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | None]:
+    """Check flags, folder and trackers; returns the changes since the run to resume, and its checkpoint."""
+    changes = check_run_folder(recipe, **flags)
+    check_trackers(recipe.log)
+    if not flags.get("resume"):
+        return changes, None
+    return changes, checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step"))
+
+
+def _first_weights(recipe: Recipe, checkpoint: Path | None) -> str | Path:
+    """Where the policy's weights are read; with LoRA the base model's, of which the optimizer's state makes others."""
+    if recipe.model.lora is not None:
+        return locate(recipe.model.path)
+    return checkpoint or recipe.model.path
 
 
 def choose_device(recipe: Recipe) -> torch.device:
@@ -70,7 +225,7 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
     """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
-    model = load_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
+    model = load_policy(path, dtype=DTYPES[recipe.model.dtype], device=device)
     model.gradient_checkpointing = recipe.model.gradient_checkpointing
     return model
 

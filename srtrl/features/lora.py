@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from srtrl.features.adapters import ADAPTER_FOLDER, Adapter, save_adapter, write_merged
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
-from srtrl.model.weights import Adapter, fused_projections, save_adapter, write_merged
+from srtrl.model.weights import fused_projections
 from srtrl.recipe.schema import LoraSection
-from srtrl.run.checkpoint import ADAPTER_FOLDER
 from srtrl.trainer.optimizer import MasterAdamW
 
 
