@@ -70,4 +70,9 @@ def assert_close_runs(folder: Path, expected: Path, *, tolerance: float) -> None
         assert row.keys() == other.keys()
         for name, value in row.items():
             allowed = 0.1 if name.startswith("draft_head/") else tolerance
-            assert value == pytest.approx(other[name], rel=allowed, abs=tolerance), (row["step"], name, value, other[name])
+            assert value == pytest.approx(other[name], rel=allowed, abs=tolerance), (
+                row["step"],
+                name,
+                value,
+                other[name],
+            )

@@ -86,6 +86,7 @@ class Critic(Learner):
     model: ValueModel
     stage = "critic"
     title = "critic, "
+    prefix = "critic/"
     folder = CRITIC_OPTIMIZER
 
     def __init__(self, model: ValueModel, optimizer: MasterAdamW, recipe: Recipe) -> None:
@@ -125,21 +126,9 @@ class Critic(Learner):
         super().save(folder)
         save_value_model(self.model, folder / CRITIC_FOLDER)
 
-    def learn(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
-        """Learn the returns of a training step; see `Learner`.
-
-        The loss of a mini-batch is the mean over all its response tokens, however it is cut into micro-batches.
-
-        Args:
-            sequences: At least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
-            context: Its recipe has the section `train`, and the seed.
-
-        Returns:
-            Under `critic/`, beside those of `Learner`: of the values before the update, over all response tokens,
-            `value_mean`, `return_mean` and `explained_variance` (absent where all returns are equal).
-        """
-        metrics = super().learn(sequences, context) | value_metrics(sequences)
-        return {f"critic/{name}": value for name, value in metrics.items()}
+    def after_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
+        """`value_mean`, `return_mean` and `explained_variance` of the values before the update; see `value_metrics`."""
+        return value_metrics(sequences)
 
 
 def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:

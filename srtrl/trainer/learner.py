@@ -60,6 +60,8 @@ class Learner:
     """Of the optimizer's state in a checkpoint."""
     title = ""
     """Begins error messages."""
+    prefix = ""
+    """Of the names of its metrics."""
     loss_name = ""
     """The option of its loss, and the function, as error messages name them."""
 
@@ -87,8 +89,15 @@ class Learner:
         """
         raise NotImplementedError
 
+    def before_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> None:
+        """Called with all sequences of a training step before its first mini-batch; raises to stop there."""
+
     def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
         """Called between the gradient of these sequences and the optimizer step; raises to stop there."""
+
+    def after_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
+        """Further metrics, after the last optimizer step of a training step."""
+        return {}
 
     def needs_pass(self, sequence: TrainSequence) -> bool:
         """Whether a forward and backward pass over a sequence can give a gradient."""
@@ -112,40 +121,60 @@ class Learner:
 
         Returns:
             `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over
-            all response tokens of all mini-batches. `learning_rate`: that of the last optimizer step.
+            all response tokens of all mini-batches. `learning_rate`: that of the last optimizer step. Those of
+            `after_update`. All of them begin with `prefix`.
 
         Raises:
             NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
             ValueError: a sequence exceeds the micro-batch.
         """
         assert sequences, "no sequences: the caller skips the update where there is nothing to learn from"
+        self.before_update(sequences, context)
         losses, grad_norms, learning_rate = [], [], math.nan
         sums: list[dict[str, Tensor]] = []  # of the metrics of each micro-batch, float64
         num_tokens = 0
         named = mini_batches(sequences, self.updates, seed=context.recipe.seed, step=context.step)
-        for number, (name, mini_batch) in enumerate(named):
-            place = f"{self.title}step {context.step}, {name}"
-            skipped = [sequence for sequence in mini_batch if not self.needs_pass(sequence)]
-            computed = [sequence for sequence in mini_batch if self.needs_pass(sequence)] or [skipped.pop(0)]
-            lengths = [len(sequence.rollout_logprobs) for sequence in (*computed, *skipped)]
-            self.optimizer.zero_grad(set_to_none=True)
-            shares = self._add_gradients(computed, lengths, context, place)
-            loss = torch.stack([share.pop(LOSS) for share in shares]).sum()
-            sums += shares
-            num_tokens += sum(lengths[: len(computed)])
-            self.before_step(computed, context, place)
-            losses.append(_finite(loss, f"{place}: the loss ({self.loss_name})"))
-            holders = self.optimizer.holders(self.model)
-            sum_gradients(self.model, holders, context.ranks)
-            norm = torch.nn.utils.clip_grad_norm_(holders, self.updates.max_grad_norm)
-            grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
-            learning_rate = learning_rate_at(self.updates, context.step, number)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
+        with self.resharded():
+            for number, (name, mini_batch) in enumerate(named):
+                place = f"{self.title}step {context.step}, {name}"
+                skipped = [sequence for sequence in mini_batch if not self.needs_pass(sequence)]
+                computed = [sequence for sequence in mini_batch if self.needs_pass(sequence)] or [skipped.pop(0)]
+                lengths = torch.tensor([len(sequence.rollout_logprobs) for sequence in (*computed, *skipped)])  # [B]
+                sequence_lengths = copy_to_device(lengths, next(self.model.parameters()).device)
+                self.optimizer.zero_grad(set_to_none=True)
+                with shared_passes(self.model, computed, context, place) as passes:
+                    for packed in passes.micro_batches:
+                        share, metrics = self.loss(packed, sequence_lengths)
+                        (packed.weight * share).backward()  # type: ignore[no-untyped-call]
+                        totals = {name: values.detach().sum(dtype=torch.float64) for name, values in metrics.items()}
+                        passes.results[packed.first_sequence] = {LOSS: share.detach().double(), **totals}
+                loss = torch.stack([part.pop(LOSS) for part in passes.all_results]).sum()
+                sums += passes.all_results
+                num_tokens += int(lengths[: len(computed)].sum())
+                self.before_step(computed, context, place)
+                losses.append(_finite(loss, f"{place}: the loss ({self.loss_name})"))
+                learning_rate = learning_rate_at(self.updates, context.step, number)
+                grad_norms.append(self._step(learning_rate, context, place))
         means = {"loss": float(np.mean(losses)), **token_means(sums, num_tokens)}
-        return {**means, "grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate}
+        means |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate}
+        metrics = means | self.after_update(sequences, context)
+        return {f"{self.prefix}{name}": value for name, value in metrics.items()}
+
+    def _step(self, learning_rate: float, context: UpdateContext, place: str) -> float:
+        """Sum the gradients over the ranks, clip their norm, and move the weights; returns the norm."""
+        holders = self.optimizer.holders(self.model)
+        sum_gradients(self.model, holders, context.ranks)
+        clipped = torch.nn.utils.clip_grad_norm_(holders, self.updates.max_grad_norm)
+        norm = _finite(clipped, f"{place}: the gradient norm")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory, for the decoder too
+        return norm
+
+    def resharded(self) -> AbstractContextManager[None]:
+        """Around all passes of an update, where a sharded model is whole outside of them."""
+        return nullcontext()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,30 +196,6 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Take back the optimizer's state, and where it has the weights' masters the weights."""
         self.optimizer.load(self.dtype, folder, self.folder)
-
-    def _add_gradients(
-        self, computed: Sequence[TrainSequence], lengths: Sequence[int], context: UpdateContext, place: str
-    ) -> list[dict[str, Tensor]]:
-        """Forward and backward passes of a mini-batch: this rank's micro-batches add their gradients to the model's.
-
-        Args:
-            computed: The sequences of the mini-batch that are computed.
-            lengths: Response lengths of all its sequences, [B], those of `computed` first.
-            context: See `shared_passes`.
-            place: Names the mini-batch in errors.
-
-        Returns:
-            For each micro-batch of all ranks, its share of the loss as `LOSS`, and the sums of its metrics, float64.
-        """
-        device = next(self.model.parameters()).device
-        sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
-        with shared_passes(self.model, computed, context, place) as passes:
-            for packed in passes.micro_batches:
-                share, metrics = self.loss(packed, sequence_lengths)
-                (packed.weight * share).backward()  # type: ignore[no-untyped-call]
-                sums = {name: values.detach().sum(dtype=torch.float64) for name, values in metrics.items()}
-                passes.results[packed.first_sequence] = {LOSS: share.detach().double(), **sums}
-        return passes.all_results
 
 
 def mini_batches(

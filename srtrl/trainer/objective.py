@@ -104,30 +104,14 @@ class PolicyLearner(Learner):
         )
         return reduced, metrics
 
-    def learn(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
-        """Learn from the rollouts of a training step; see `Learner`.
+    def before_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> None:
+        """Where the recipe recomputes the log-probs, compare all of them with the decoder's.
 
-        The decoder's log-probs are compared with the trainer's while both have the same weights: in the forward passes
-        of the first mini-batch (`algorithm.old_logprobs: rollout`), or for all sequences as `recompute` has computed
-        them.
-
-        Args:
-            sequences: Those of each kept draw, whole or as overlong filtering left it, sorted by (draw, sample); at
-                least one. With a KL coefficient above 0 they have `ref_logprobs`, with `old_logprobs: recompute` also
-                `old_logprobs`, by the model.
-            context: Its recipe has the sections `algorithm`, `train` and `rollout`, and the seed.
-
-        Returns:
-            Beside those of `Learner`: `entropy`, `kl/ref` and the metrics of loss function and importance
-            weights, means over response tokens of all mini-batches without the samples that need no pass.
-            `logprob_difference/mean`, `/max`, `/kl`; `tokens/update`, prompts included, in all epochs; those of
-            optimizer and observers.
+        Otherwise those of the first mini-batch are compared, in its forward passes: both have the same weights there.
 
         Raises:
-            NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step. Or
-                an observer's loss is not; raised after the last one.
+            NonFiniteError: a log-prob is not finite.
             LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
-            ValueError: a sequence exceeds the micro-batch.
         """
         recipe = context.recipe
         self.difference = {}
@@ -136,13 +120,25 @@ class PolicyLearner(Learner):
             assert len(old_logprobs) == len(sequences), "recomputed before credit assignment"
             limit, where = recipe.train.max_logprob_difference, f"step {context.step}"
             self.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
-        with resharded(self.model):
-            metrics = super().learn(sequences, context)
+
+    def after_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
+        """`logprob_difference/mean`, `/max`, `/kl`; `tokens/update`; metrics of optimizer and observers.
+
+        `tokens/update` are those of all epochs, with prompts, without the sequences that need no pass.
+
+        Raises:
+            NonFiniteError: the loss of an observer is not finite; the policy has learned.
+        """
+        metrics: dict[str, float] = {}
         for observer in self.observers:
             metrics |= observer.end_update(sequences, f"step {context.step}")
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences if self.needs_pass(sequence))
         metrics |= self.difference | self.optimizer.metrics()
-        return {**metrics, "tokens/update": recipe.train.num_epochs * num_tokens}
+        return {**metrics, "tokens/update": context.recipe.train.num_epochs * num_tokens}
+
+    def resharded(self) -> AbstractContextManager[None]:
+        """See `Learner`; the decoder needs the whole model."""
+        return resharded(self.model)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """See `Learner`; with those of the observers."""
