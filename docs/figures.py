@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from srtrl.build import build_drafter, build_trainer, run_training
+from srtrl.build import build_drafter, build_parts, run_training
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
@@ -46,6 +46,7 @@ from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import train_sampling
+from srtrl.trainer.trainer import Trainer
 from srtrl.types import Prefix, Prompt, Request, SampleKey, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -195,10 +196,11 @@ def story_overrides(model: str, folder: Path) -> list[str]:
 def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tuple[int, ...]) -> Figures:
     """Decode new prompts of a run that has ended."""
     recipe = load_recipe(path, overrides)
-    trainer = build_trainer(recipe, resume=True, console=Console(quiet=True))
+    trainer = Trainer(build_parts(recipe, resume=True), console=Console(quiet=True))
     engine, head, checkpoint = trainer.engine, trainer.engine.head_drafts, trainer.checkpoint
     assert head.is_on, "the recipe has no draft head"
     assert checkpoint is not None, "the run has no checkpoint"
+    trainer.restore(checkpoint)
     sampling = train_sampling(recipe, trainer.rollout_context.end_ids)
     requests = [
         Request(

@@ -21,11 +21,12 @@ from typing import Any
 from h200 import H200_CURVE
 from rich.console import Console
 
-from srtrl.build import build_trainer
+from srtrl.build import build_parts
 from srtrl.engine.draft_budget import StepCost
 from srtrl.metrics import read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.file import load_recipe
+from srtrl.trainer.trainer import Trainer
 
 PAGE = Path(__file__).with_name("results.md")
 RECIPES = PAGE.parent.parent / "recipes"
@@ -42,7 +43,8 @@ def train(name: str, drafter: str, folder: str) -> dict[str, Any]:
     settings += ["eval.every_steps=null", "log.trackers=[]", f"output_dir={folder}", f"rollout.drafter={drafter}"]
     settings += [f"task.options.num_train={NUM_STEPS // 2 * NUM_PROMPTS[name]}", *EXTRA.get(name, [])]
     cost = StepCost(points=H200_CURVE)
-    with build_trainer(load_recipe(RECIPES / f"{name}.yaml", settings), console=Console(quiet=True)) as trainer:
+    parts = build_parts(load_recipe(RECIPES / f"{name}.yaml", settings))
+    with Trainer(parts, console=Console(quiet=True)) as trainer:
         engine, record, prices = trainer.engine, trainer.engine._record, []
 
         def priced(step: Any, trees: Any, *others: Any, **options: Any) -> None:

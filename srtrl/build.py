@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_head import DraftHead
@@ -99,27 +98,18 @@ def run_training(
         KeyboardInterrupt: the second Ctrl-C.
     """
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
-    with open_ranks() as ranks, build_trainer(recipe, ranks, on_step=on_step, **flags) as trainer:
+    with open_ranks() as ranks, Trainer(build_parts(recipe, ranks, **flags), on_step=on_step) as trainer:
         trainer.train()
         interrupted = trainer.step < recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
-def build_trainer(
-    recipe: Recipe,
-    ranks: Ranks = ONE_RANK,
-    *,
-    console: Console | None = None,
-    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
-    **flags: Unpack[StartFlags],
-) -> Trainer:
-    """A run, loaded: with the weights of the recipe's model or, with `resume`, the state of a checkpoint.
+def build_parts(recipe: Recipe, ranks: Ranks = ONE_RANK, **flags: Unpack[StartFlags]) -> Parts:
+    """The parts of a run, with the weights of the recipe's model or, with `resume`, of a checkpoint.
 
     Args:
         recipe: Everything that decides the run.
         ranks: The processes of the run; all make the same calls.
-        console: Where rank 0 reports; standard output by default.
-        on_step: See `run_training`.
         flags: How the run begins; see `StartFlags`.
 
     Raises:
@@ -145,7 +135,7 @@ def build_trainer(
         draft_head = build_draft_head(recipe, policy)
         critic = build_critic(recipe, checkpoint, device, ranks)
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
-    with ranks.synchronized(decoder := "loading the decoder and the state of the run"), explain_out_of_memory(decoder):
+    with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         columns = build_columns(recipe, policy, optimizer, reference, critic)
         learner = PolicyLearner(policy, optimizer, recipe)
         learners: list[Learner] = [*([] if critic is None else [critic]), learner]
@@ -168,14 +158,13 @@ def build_trainer(
             conversations=conversations,
             ranks=ranks,
         )
-        sampler = build_sampler(context, task)
-        parts = Parts(
+        return Parts(
             context=context,
             task=task,
-            sampler=sampler,
+            sampler=build_sampler(context, task),
             columns=columns,
             learners=learners,
-            saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), *learners, sampler],
+            saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids)],
             drafts=[engine.head_drafts, engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
@@ -183,10 +172,6 @@ def build_trainer(
             checkpoint=checkpoint,
             changes=changes,
         )
-        trainer = Trainer(parts, console=console, on_step=on_step)
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-    return trainer
 
 
 def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | None]:

@@ -1,5 +1,7 @@
 """The examples of docs/extending.md: they are found by name, pass the checks, and compute what they say."""
 
+import importlib
+import json
 import re
 import shlex
 import sys
@@ -8,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
-from tiny_run import make_recipe
+from tiny_run import learned_rows, make_policy, make_recipe
 
 from srtrl.build import run_training
 from srtrl.checks import check_recipe
@@ -141,3 +143,24 @@ def test_an_environment_outside_the_package_answers(recipe_file: Path) -> None:
     for sample in table:
         assert sample["num_turns"] == sample["segment_kinds"].count("model")
         assert ("observation" in sample["segment_kinds"]) == ("A number, please." in sample["text"])
+
+
+def test_parts_of_a_users_own_train_and_are_resumed(
+    folder: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column, a learner, a sampler, and what they leave in a checkpoint: a resumed run is one without a break."""
+    monkeypatch.syspath_prepend(folder)
+    run = importlib.import_module("my_fork.parts").run
+    teacher = make_policy(folder / "teacher", seed=3)
+    rewards = [{"name": "tiny_run:digits", "weight": 100}]
+    common = {"algorithm": {"kl": {"coefficient": 0.1}}, "rewards": rewards, "train__checkpoint_every": 1}
+    common |= {"train__keep_checkpoints": 3, "eval": {"before_and_after": False}}
+    for name, lengths in (("whole", [3]), ("parts", [1, 3])):
+        for num_steps in lengths:
+            run(make_recipe(policy, folder / name, train__num_steps=num_steps, **common), str(teacher))
+    whole, resumed = (learned_rows(folder / name / "run") for name in ("whole", "parts"))
+    assert resumed == whole
+    assert all(row["kl/ref"] > 1e-3 for row in whole), "from the first step: the teacher is another model"
+    assert whole[-1]["reward_model/error"] < whole[0]["reward_model/error"]
+    shares = [json.loads(path.read_text()) for path in sorted((folder / "whole").glob("run/checkpoints/*/share.json"))]
+    assert shares == [0.5, 1.0, 1.0]

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM
 from update_cases import make_policy, make_sequences
 from update_cases import make_recipe as make_update_recipe
 
-from srtrl.build import build_trainer
+from srtrl.build import build_parts
 from srtrl.features.adapters import load_policy
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe.schema import LoraSection
 from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.trainer import Trainer
 from srtrl.types import TrainSequence
 
 RATE, MAX_NORM, TEMPERATURE = 1e-3, 0.05, 0.8
@@ -162,14 +163,14 @@ def test_a_run_is_resumed_exported_and_started_from_its_adapter(
     files = {path.name for path in (tmp_path / "exported").iterdir()}
     assert files == {*ADAPTER_FILES, "README.md", "tokenizer.json", "tokenizer_config.json"}
     again = make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
-    trainer = build_trainer(again)
-    saved = load_model(checkpoint, dtype=trainer.policy.dtype, device="cpu")
-    assert all(map(torch.equal, trainer.policy.parameters(), saved.parameters()))
-    merged = load_policy(tmp_path / "exported", dtype=trainer.policy.dtype, device="cpu")
+    policy_again = Trainer(build_parts(again)).policy
+    saved = load_model(checkpoint, dtype=policy_again.dtype, device="cpu")
+    assert all(map(torch.equal, policy_again.parameters(), saved.parameters()))
+    merged = load_policy(tmp_path / "exported", dtype=policy_again.dtype, device="cpu")
     assert all(map(torch.equal, merged.parameters(), saved.parameters()))
     shapes = r"model\.layers\.0\.self_attn\.q_proj\.lora_A is \[2, 32\] here and \[4, 32\] there"
     with pytest.raises(ValueError, match=rf"model.lora: rank 2, .* has rank 4, alpha 12 and 28; {shapes}"):
-        build_trainer(again.model_copy(update={"model": again.model.model_copy(update={"lora": LoraSection(rank=2)})}))
+        build_parts(again.model_copy(update={"model": again.model.model_copy(update={"lora": LoraSection(rank=2)})}))
 
 
 def check_with_peft(policy: Path, checkpoint: Path, dtype: torch.dtype) -> None:

@@ -111,12 +111,12 @@ def errors_of_a_start(ranks: Ranks, recipe: Recipe) -> list[str]:
                 patch.setattr(module, name, no_file)
             with (
                 pytest.raises((ValueError, RankError), match=r".") as caught,
-                build.build_trainer(recipe, ranks, resume=True),
+                Trainer(build.build_parts(recipe, ranks, resume=True)),
             ):
                 pass
         found.append(str(caught.value))
     with pytest.raises((ValueError, RankError), match=r"--resume continues|already") as caught:
-        build.build_trainer(recipe, ranks)  # the folder is there
+        build.build_parts(recipe, ranks)  # the folder is there
     return [*found, f"{caught.type.__name__}"]
 
 

@@ -388,5 +388,5 @@ def test_the_message_names_the_stage_and_options_that_help(
     assert "train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true" in text
     monkeypatch.setattr(build, "make_policy_optimizer", Mock(side_effect=torch.OutOfMemoryError(TORCHS_WORDS)))
     with pytest.raises(UpdateMemoryError, match=r"(?s)^loading the models: the device's memory is too small.*--check"):
-        build.build_trainer(tiny_run.make_recipe(policy, tmp_path))
+        build.build_parts(tiny_run.make_recipe(policy, tmp_path))
     assert "start again with --overwrite" in how_to_resume(tmp_path / "empty")

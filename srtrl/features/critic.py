@@ -70,6 +70,11 @@ class ValueModel(nn.Module):
         """Device of the weights."""
         return self.body.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the body's weights."""
+        return self.body.dtype
+
     def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
         """Values of `token_ids` [T] that attend as `plan` says: [T] float32 (float64 for a float64 body).
 
@@ -108,11 +113,6 @@ class Critic(Learner):
             values, packed.values, packed.returns, packed.sequence_index, value_clip=self.section.value_clip
         )
         return token_loss.sum() / sequence_lengths.sum(), loss_metrics(self.section.value_loss, logged)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Learner`."""
-        return self.model.body.dtype
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -146,7 +146,7 @@ class Learner:
                     for packed in passes.micro_batches:
                         share, metrics = self.loss(packed, sequence_lengths)
                         (packed.weight * share).backward()  # type: ignore[no-untyped-call]
-                        totals = {name: values.detach().sum(dtype=torch.float64) for name, values in metrics.items()}
+                        totals = {key: values.detach().sum(dtype=torch.float64) for key, values in metrics.items()}
                         passes.results[packed.first_sequence] = {LOSS: share.detach().double(), **totals}
                 loss = torch.stack([part.pop(LOSS) for part in passes.all_results]).sum()
                 sums += passes.all_results
@@ -157,8 +157,8 @@ class Learner:
                 grad_norms.append(self._step(learning_rate, context, place))
         means = {"loss": float(np.mean(losses)), **token_means(sums, num_tokens)}
         means |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate}
-        metrics = means | self.after_update(sequences, context)
-        return {f"{self.prefix}{name}": value for name, value in metrics.items()}
+        means |= self.after_update(sequences, context)
+        return {f"{self.prefix}{name}": value for name, value in means.items()}
 
     def _step(self, learning_rate: float, context: UpdateContext, place: str) -> float:
         """Sum the gradients over the ranks, clip their norm, and move the weights; returns the norm."""

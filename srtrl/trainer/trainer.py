@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,21 +47,21 @@ class TrainingStoppedError(RuntimeError):
     """Training cannot continue; the message gives the reason, the last checkpoint, and what to do with it."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, slots=True)
 class Parts:
-    """What a run is made of, loaded; `build.build_parts` makes it from a recipe."""
+    """What a run is made of, loaded: `build.build_parts` makes it of a recipe. Change it before a `Trainer` has it."""
 
     context: RolloutContext
     """With the recipe, the engine, and the grader, which is not started."""
     task: TaskBase
     sampler: Sampler
-    columns: Sequence[Column]
+    columns: list[Column]
     """What passes compute before credit is assigned."""
-    learners: Sequence[Learner]
+    learners: list[Learner]
     """The last one is the policy's."""
-    saved: Sequence[Part]
-    """Of a checkpoint."""
-    drafts: Sequence[Part]
+    saved: list[Part]
+    """Of a checkpoint, beside the learners and the sampler."""
+    drafts: list[Part]
     """Of a checkpoint, too; without them a run goes on, for no token depends on them."""
     prompts_sha256: str
     """See `digest_prompts`."""
@@ -71,12 +71,12 @@ class Parts:
     """How the run begins."""
     checkpoint: Path | None
     """To resume."""
-    changes: Sequence[str]
+    changes: list[str]
     """A line for each option that differs from those of the run to resume."""
 
 
 class Trainer:
-    """A run. `with build_trainer(recipe) as trainer: trainer.train()` trains the policy step by step.
+    """A run. `with Trainer(build_parts(recipe)) as trainer: trainer.train()` trains the policy step by step.
 
     Before the `with` block it leaves no trace. Inside there are worker processes and trackers, and the run's folder is
     locked; after each step it has all that the step learned.
@@ -104,7 +104,8 @@ class Trainer:
         self.conversations, self.ranks = context.conversations, context.ranks
         self.task, self.sampler, self.columns, self.learners = parts.task, parts.sampler, parts.columns, parts.learners
         self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
-        self.saved, self.drafts = parts.saved, parts.drafts
+        self.saved = [*parts.saved, *parts.learners, parts.sampler]
+        self.drafts = parts.drafts
         self.prompts_sha256, self.model_sha256 = parts.prompts_sha256, parts.model_sha256
         self.flags, self.checkpoint = parts.flags, parts.checkpoint
         self.evaluates_ends, self.eval_prompts = training_evals(parts.task, self.recipe)
@@ -122,8 +123,14 @@ class Trainer:
         """Of the main rank."""
 
     def __enter__(self) -> Self:
-        """Start everything that must be stopped; an earlier run is changed last, when nothing can refuse any more."""
+        """Take back the checkpoint, if there is one, and start everything that must be stopped.
+
+        An earlier run is changed last, when nothing can refuse any more.
+        """
         with ExitStack() as stack:
+            with self.ranks.synchronized("loading the state of the run"):
+                if self.checkpoint is not None:
+                    self.restore(self.checkpoint)
             with self.ranks.synchronized("starting the graders"):
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
