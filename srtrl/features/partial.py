@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from srtrl import ranks
 from srtrl.features.rounds import RoundsSampler, prefix_of, truncated
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.trainer.sampling import Collected
@@ -122,9 +123,9 @@ class PartialDraws(FixedDraws):
                 is_finished, new = self._ticks[draw].get(sample, last + 1) <= last, completion.newly_sampled
                 reason, stop = (completion.finish_reason, None) if is_finished else (None, [*new, None][last])
                 carried[draw, sample] = prefix_of(completion, reason, stop, answers)
-        for part in collector.ranks.gather(carried, "the samples that are carried over"):
+        for part in ranks.gather(carried, "the samples that are carried over"):
             self.carried |= part
-        return collector.take(complete, collector.ranks)
+        return collector.take(complete)
 
     def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
         """See `Draws`: lets all ranks know the sample's tick."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from srtrl.ranks.processes import FAILURES, TIMEOUT_VARIABLE, RankError, Ranks
+from srtrl import ranks
 from srtrl.types import Request
 
 POLL_SECONDS = 0.02
@@ -57,18 +57,17 @@ def deal(
     return lines
 
 
-def round_robin(requests: Sequence[Request], ranks: Ranks) -> Iterator[Request]:
+def round_robin(requests: Sequence[Request]) -> Iterator[Request]:
     """Run-aheads in the order in which this rank takes them: each rank begins with others."""
-    for shift in range(ranks.count):
-        yield from requests[(ranks.index + shift) % ranks.count :: ranks.count]
+    for shift in range(ranks.count()):
+        yield from requests[(ranks.index() + shift) % ranks.count() :: ranks.count()]
 
 
 class SharedCounters:
     """Counters of one rollout that all ranks share, and this rank's part in it. With one rank nothing waits."""
 
-    def __init__(self, ranks: Ranks, earlier: "SharedCounters | None" = None) -> None:
+    def __init__(self, earlier: "SharedCounters | None" = None) -> None:
         """All ranks begin the same rollout; what they measured in an `earlier` one of the same step counts."""
-        self.ranks = ranks if ranks.count > 1 else Ranks()  # whose counters go with the rollout
         self.busy_seconds: float = earlier.busy_seconds if earlier else 0.0
         """In which this rank decoded samples of its step."""
         self.num_claimed: int = earlier.num_claimed if earlier else 0
@@ -82,14 +81,15 @@ class SharedCounters:
 
     def add(self, name: str, amount: int = 1) -> int:
         """Count; returns the value before that."""
-        before = self.ranks.add(f"{self._scope}/{name}", amount)
+        known = self._values.get(name, (0.0, 0))[1]
+        before = ranks.add(f"{self._scope}/{name}", amount) if ranks.count() > 1 else known
         self._values[name] = time.monotonic(), before + amount
         return before
 
     def read(self, name: str) -> int:
         """The value as it is, or was a moment ago."""
         seconds, known = self._values.get(name, (0.0, 0))
-        if self.ranks.count > 1 and time.monotonic() < seconds + POLL_SECONDS:
+        if ranks.count() > 1 and time.monotonic() < seconds + POLL_SECONDS:
             return known
         value = self.add(name, 0)
         if value != known:
@@ -99,10 +99,10 @@ class SharedCounters:
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """The rollout of each rank: an error of one ends the others as soon as they have nothing to decode."""
-        with self.ranks.synchronized("rollout"):
+        with ranks.synchronized("rollout"):
             try:
                 yield
-            except FAILURES:
+            except ranks.FAILURES:
                 self.add("failed")
                 raise
 
@@ -114,7 +114,7 @@ class SharedCounters:
     def report_progress(self) -> None:
         """This rank decodes, or waits for its own tools and graders: others wait for it with reason."""
         now = self._last_progress = time.monotonic()
-        if self.ranks.count > 1 and now > self._last_report + REPORT_SECONDS:
+        if ranks.count() > 1 and now > self._last_report + REPORT_SECONDS:
             self._last_report = now
             self.add("progress")
 
@@ -125,10 +125,10 @@ class SharedCounters:
 
     def metrics(self) -> dict[str, float]:
         """How the ranks shared the rollout, under `engine/`; called on all of them. None with one rank."""
-        if self.ranks.count == 1:
+        if ranks.count() == 1:
             return {}
         mine = self.num_claimed, self.busy_seconds
-        num_claimed, seconds = zip(*self.ranks.gather(mine, "the time of each rank"), strict=True)
+        num_claimed, seconds = zip(*ranks.gather(mine, "the time of each rank"), strict=True)
         return {
             "engine/rank_claims": sum(num_claimed),
             "engine/rank_seconds_max": max(seconds),
@@ -141,13 +141,13 @@ class SharedCounters:
         Raises:
             RankError: No rank has made progress for too long.
         """
-        assert self.ranks.count > 1, "one rank waits for others"
+        assert ranks.count() > 1, "one rank waits for others"
         self.read("progress")
-        seconds = self.ranks.timeout_seconds
+        seconds = ranks.timeout_seconds()
         if time.monotonic() > self._last_progress + seconds:
-            raise RankError(
-                f"rank {self.ranks.index} of {self.ranks.count} waited for samples of the others for more than "
-                f"{seconds:g} seconds in which none of them made progress ({TIMEOUT_VARIABLE})"
+            raise ranks.RankError(
+                f"rank {ranks.index()} of {ranks.count()} waited for samples of the others for more than "
+                f"{seconds:g} seconds in which none of them made progress ({ranks.TIMEOUT_VARIABLE})"
             )
         if sleeps:
             time.sleep(POLL_SECONDS)
@@ -168,7 +168,7 @@ class Claims:
 
     def take(self, count: int) -> list[Request]:
         """The next samples for this rank, at most `count`: fewer only where none is left anywhere."""
-        mine = self.counters.ranks.index
+        mine = ranks.index()
         taken = self._take(mine, count) if count and self._num_left[mine] else []
         while len(taken) < count and (max_left := max(self._num_left)):
             claimed = self._take(self._num_left.index(max_left), 1)

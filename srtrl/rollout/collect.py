@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from srtrl import ranks
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string, decode
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
 from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
 
@@ -126,16 +126,16 @@ class FixedDraws(Draws):
             opened = [request for draw in self.draws for request in collector.open(*draw)]
             requests = [request for request in opened if not request.is_whole]
             whole = [request for request in opened if request.is_whole]
-            for request in whole[collector.ranks.index :: collector.ranks.count]:
+            for request in whole[ranks.index() :: ranks.count()]:
                 completion = whole_completion(request, engine.policy_version)
                 engine.drafter.learn([completion])
                 collector.receive(completion)
             lines, num_first = [requests], len(requests)
-            if collector.ranks.count > 1:
+            if ranks.count() > 1:
                 lines, num_first = self._deal(engine, collector, requests), engine.options.slots
             self._claims = Claims(collector.counters, [line[num_first:] for line in lines])
-            yield from lines[collector.ranks.index][:num_first]
-            yield from round_robin(self.run_ahead, collector.ranks)
+            yield from lines[ranks.index()][:num_first]
+            yield from round_robin(self.run_ahead)
         yield from self._claims.take(engine.num_free_slots)
 
     def are_over(self, collector: Collector) -> bool:
@@ -144,14 +144,14 @@ class FixedDraws(Draws):
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; `batched` rewards see all samples at once."""
-        return collector.take([draw_index for draw_index, _ in self.draws], collector.ranks)
+        return collector.take([draw_index for draw_index, _ in self.draws])
 
     def _deal(self, engine: Engine, collector: Collector, requests: Sequence[Request]) -> list[list[Request]]:
         """The samples of each rank, by the lengths that rank 0 expects: all ranks must agree."""
-        scouts = {request.draw_index: request for request in requests} if collector.ranks.is_main else {}
+        scouts = {request.draw_index: request for request in requests} if ranks.is_main() else {}
         expected = {draw: engine.drafter.expected_tokens(scout) for draw, scout in scouts.items()}
-        expected, *_ = collector.ranks.gather(expected, "the expected lengths")
-        return deal(requests, expected, collector.ranks.count)
+        expected, *_ = ranks.gather(expected, "the expected lengths")
+        return deal(requests, expected, ranks.count())
 
 
 def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
@@ -162,7 +162,7 @@ def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
 
 @dataclass(slots=True)
 class Collector:
-    """Settings of a rollout, and its samples between request and grade."""
+    """Settings of a rollout, and its samples between request and grade; all ranks make the same in the same order."""
 
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
@@ -182,8 +182,6 @@ class Collector:
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
-    ranks: Ranks = field(default_factory=Ranks)
-    """All make the same collectors in the same order."""
     earlier_rounds: SharedCounters | None = None
     """Of the same step; what they have measured counts."""
     prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
@@ -197,7 +195,7 @@ class Collector:
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.counters = SharedCounters(self.ranks, self.earlier_rounds)
+        self.counters = SharedCounters(self.earlier_rounds)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """One request per sample, sorted by (draw, sample); the engine chooses its own admission order."""
@@ -307,16 +305,17 @@ class Collector:
             with self.timer.stage("tools"):
                 self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
 
-    def take(self, draw_indices: Sequence[int], ranks: Ranks = ONE_RANK) -> list[Rollout]:
+    def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:
         """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.
 
-        `ranks`: those that have samples of the same draws; called on all of them.
+        `are_shared`: other ranks have samples of these draws too; called on all of them.
         """
         draws = {draw_index: self._draws.pop(draw_index) for draw_index in draw_indices}
         samples = {
             (number, index): sample for number, draw in draws.items() for index, sample in sorted(draw.samples.items())
         }
-        grades = self.grader.collect_on_ranks([sample.ticket for sample in samples.values()], list(samples), ranks)
+        tickets = [sample.ticket for sample in samples.values()]
+        grades = self.grader.collect_on_ranks(tickets, list(samples)) if are_shared else self.grader.collect(tickets)
         return [
             Rollout(
                 prompt=draws[draw_index].prompt,
@@ -337,8 +336,8 @@ class Collector:
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
         """The groups of all ranks, in data order; this rank's drafter learns what it did not decode itself."""
-        shared = self.ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
-        del shared[self.ranks.index]
+        shared = ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
+        del shared[ranks.index()]
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {(r.draw_index, r.sample_index): r for r in self.requests(list(prompts.items()))}
@@ -361,7 +360,7 @@ class Collector:
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
         """Metrics of the engines of all ranks, of this rollout."""
-        return engine.take_metrics(self.ranks) | self.counters.metrics()
+        return engine.take_metrics() | self.counters.metrics()
 
 
 class _Sample(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.engine import Engine, EngineOptions
@@ -22,7 +23,6 @@ from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_model, load_tokenizer, read_adapter
-from srtrl.ranks.processes import Ranks
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
@@ -75,14 +75,14 @@ def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer
     return model
 
 
-def shard_model(model: Transformer | ValueModel, recipe: Recipe, ranks: Ranks) -> None:
+def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
     """Shard a model where `train.sharding` asks for it, before its optimizer is made; all ranks call this.
 
     Raises:
         ValueError: there is one process only.
     """
     if recipe.train.sharding == "fsdp2":
-        if ranks.count == 1:
+        if ranks.count() == 1:
             raise ValueError(
                 "train.sharding: fsdp2 shares the weights among several processes, found one: start with torchrun, "
                 "or leave train.sharding out"
@@ -125,7 +125,7 @@ def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> MasterAdamW:
     return make_optimizer(policy, recipe, **rates, lora=recipe.model.lora)
 
 
-def build_reference(recipe: Recipe, policy: Transformer, device: torch.device, ranks: Ranks) -> Transformer | None:
+def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -> Transformer | None:
     """The frozen reference policy, or None where the KL coefficient is 0.
 
     It is a second set of weights in memory; with LoRA it is the policy itself, inside `LoraAdamW.base_weights`.
@@ -136,11 +136,11 @@ def build_reference(recipe: Recipe, policy: Transformer, device: torch.device, r
         return policy
     # Its log-probs are compared with the policy's: the same rounding.
     reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
-    shard_model(reference, recipe, ranks)
+    shard_model(reference, recipe)
     return reference
 
 
-def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, ranks: Ranks) -> Critic | None:
+def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Critic | None:
     """The critic with a fresh optimizer, or None where the recipe has none.
 
     Its weights are those of the checkpoint, else of `model.path`; a folder without a value head gets one that is zero.
@@ -151,7 +151,7 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     path = recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
     model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
-    shard_model(model, recipe, ranks)
+    shard_model(model, recipe)
     optimizer = make_optimizer(
         model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
     )

@@ -18,7 +18,6 @@ from torch import Tensor
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
-from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import UpdatePlan
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import OPTIMIZER
@@ -39,7 +38,7 @@ class PassObserver(Protocol):
     def see(self, hidden: Tensor, packed: PackedBatch) -> None:
         """A forward pass: the final hidden states [R, D] of the response tokens of a micro-batch."""
 
-    def after_mini_batch(self, ranks: Ranks, place: str) -> None:
+    def after_mini_batch(self, place: str) -> None:
         """The passes of a mini-batch are done, on all ranks; `place` names it in errors."""
 
     def end_update(self, sequences: Sequence[TrainSequence], place: str) -> dict[str, float]:
@@ -137,7 +136,7 @@ class Learner:
             self.before_step(computed, context, place)
             losses.append(_finite(loss, f"{place}: the loss ({self.loss_name})"))
             holders = self.optimizer.holders(self.model)
-            sum_gradients(self.model, holders, context.ranks)
+            sum_gradients(self.model, holders)
             norm = torch.nn.utils.clip_grad_norm_(holders, self.updates.max_grad_norm)
             grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
             learning_rate = learning_rate_at(self.updates, context.step, number)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from srtrl import ranks
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.weights import locate
-from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.ranks.sharding import unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
@@ -93,7 +93,7 @@ def run_training(
         KeyboardInterrupt: the second Ctrl-C.
     """
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
-    with open_ranks() as ranks, Trainer(recipe, ranks, on_step=on_step, **flags) as trainer:
+    with ranks.open_ranks(), Trainer(recipe, on_step=on_step, **flags) as trainer:
         trainer.train()
         interrupted = trainer.step < recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
@@ -112,7 +112,6 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        ranks: Ranks = ONE_RANK,
         *,
         console: Console | None = None,
         on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
@@ -122,7 +121,6 @@ class Trainer:
 
         Args:
             recipe: Everything that decides the run.
-            ranks: The processes of the run; all make the same calls.
             console: Where rank 0 reports; standard output by default.
             on_step: See `run_training`.
             flags: How the run begins; see `StartFlags`.
@@ -131,10 +129,9 @@ class Trainer:
             ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
         """
         self.recipe = recipe
-        self.ranks = ranks
         self.flags = flags
         self.on_step = on_step
-        self.progress = RunProgress(recipe.train.num_steps, console=console if ranks.is_main else Console(quiet=True))
+        self.progress = RunProgress(recipe.train.num_steps, console=console if ranks.is_main() else Console(quiet=True))
         self.interrupt = Interrupt(self.progress.say)
         self.timer = StageTimer()
         self.step = 0
@@ -173,7 +170,6 @@ class Trainer:
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
                 conversations=self.conversations,
-                ranks=ranks,
             )
             self.sampler = build.build_sampler(self.rollout_context, self.task)
             policy = PolicyFiles(model=self.policy, tokenizer=self.tokenizer, end_ids=self.end_ids)
@@ -210,13 +206,13 @@ class Trainer:
         )  # then the state of its optimizer makes a checkpoint's weights of these
         start = locate(recipe.model.path) if has_lora else self.checkpoint or recipe.model.path
         self.policy = build.build_policy(recipe, str(start), device)
-        build.shard_model(self.policy, recipe, self.ranks)
+        build.shard_model(self.policy, recipe)
         self.optimizer = build.make_policy_optimizer(self.policy, recipe)
-        self.reference = build.build_reference(recipe, self.policy, device, self.ranks)
+        self.reference = build.build_reference(recipe, self.policy, device)
         is_used = has_lora or self.reference is not None
         self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
         self.draft_head = build.build_draft_head(recipe, self.policy)
-        self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
+        self.critic = build.build_critic(recipe, self.checkpoint, device)
         self.learner = PolicyLearner(self.policy, self.optimizer, recipe)
         self.learner.observers += [] if self.draft_head is None else [self.draft_head]
         self.learners: list[Learner] = [*([] if self.critic is None else [self.critic]), self.learner]
@@ -225,7 +221,7 @@ class Trainer:
     def __enter__(self) -> Self:
         """Start everything that must be stopped; an earlier run is changed last, when nothing can refuse any more."""
         with ExitStack() as stack:
-            with self.ranks.synchronized("starting the graders"):
+            with ranks.synchronized("starting the graders"):
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
                     stack.enter_context(self.conversations)
@@ -234,8 +230,8 @@ class Trainer:
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
-            with self.ranks.synchronized("opening the run's folder"):
-                if self.ranks.is_main:
+            with ranks.synchronized("opening the run's folder"):
+                if ranks.is_main():
                     self.run = self._open_folder(stack)
                 else:
                     nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
@@ -325,7 +321,7 @@ class Trainer:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
         self._record_observations(step)
-        context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
+        context = UpdateContext(recipe=self.recipe, step=step)
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
@@ -343,7 +339,7 @@ class Trainer:
         self.step = step
         self.log(metrics, rollouts, credit)
         self.is_stopping = self._should_stop()
-        with self.ranks.synchronized(f"checkpoint of step {step}"):
+        with ranks.synchronized(f"checkpoint of step {step}"):
             self.checkpoint_if_due()
 
     def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
@@ -372,7 +368,7 @@ class Trainer:
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
         """Write `rollouts/step_N.parquet`."""
-        if self.ranks.is_main:
+        if ranks.is_main():
             with self.timer.stage("save_rollouts"):
                 path = self.run.path / "rollouts" / step_file_name(step)
                 write_rollouts(path, rollouts.groups, credit.advantages)
@@ -380,7 +376,7 @@ class Trainer:
     def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         computed = [sequence for sequence in credit.sequences if self.learner.needs_pass(sequence)]
-        num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
+        num_flops = update_flops(self.recipe, self.policy.config, computed) / ranks.count()  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
@@ -388,7 +384,7 @@ class Trainer:
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         self._say_slow_rewards(row)
-        if self.ranks.is_main:
+        if ranks.is_main():
             self.on_step(self.step, row)
             log_samples(self.trackers, self.step, rollouts.groups, credit.advantages)
 
@@ -419,22 +415,21 @@ class Trainer:
                 tensors=tensors,
                 parts=[*self.parts, *self.drafts],
                 keep=train.keep_checkpoints,
-                ranks=self.ranks,
             )
-        if self.ranks.is_main:
+        if ranks.is_main():
             self.run.drop_observations()
 
     def _record_observations(self, step: int) -> None:
         """Write the observations of environments into the file of this step, or read them where it is there."""
         if self.conversations is not None:
-            self.conversations.use_record(self.run.observations(step), self.ranks.index)
+            self.conversations.use_record(self.run.observations(step), ranks.index())
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""
-        return any(self.ranks.gather(self.interrupt.requested, f"the end of step {self.step}"))
+        return any(ranks.gather(self.interrupt.requested, f"the end of step {self.step}"))
 
     def _write_row(self, metrics: Mapping[str, float]) -> None:
-        if self.ranks.is_main:
+        if ranks.is_main():
             self.run.log.write(self.step, metrics)
             for tracker in self.trackers:
                 tracker.log(dict(metrics), step=self.step)
