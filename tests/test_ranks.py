@@ -33,14 +33,11 @@ def exchange() -> dict[str, Any]:
     while (number := ranks.add("next")) < 20:
         claimed.append(number)
         time.sleep(0.001)
-    with ranks.synchronized("work") as shared:
-        shared.append(str(ranks.index()))
     return {
         "identity": (ranks.index(), ranks.count()),
         "squares": ranks.gather(ranks.index() ** 2, "squares"),
         "sums": [float(tensor.sum()) for tensor in tensors],
         "claimed": claimed,
-        "shared": shared,
         "choice": ranks.on_main(lambda: f"from {ranks.index()}", "a choice"),
         "errors": [error_of(failing) for failing in range(2 if ranks.count() > 1 else 0)],
     }
@@ -66,7 +63,6 @@ def test_all_ranks_know_the_same_and_an_error_of_one_ends_all(count: int) -> Non
         assert result["identity"] == (index, count)
         assert result["squares"] == [rank**2 for rank in range(count)]
         assert result["sums"] == [3 * count * (count + 1) / 2, 40.0 * count, float(count)]
-        assert result["shared"] == [str(rank) for rank in range(count)]
         assert result["choice"] == "from 0"
         for failing, error in enumerate(result["errors"]):
             expected = f"OSError: {full}" if failing == index else f"RankError: rank {failing} of {count}: {full}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -112,29 +112,24 @@ def join(values: Mapping[int, T], what: str) -> list[T]:
 
 
 @contextmanager
-def synchronized(what: str) -> Iterator[list[Any]]:
+def synchronized(what: str) -> Iterator[None]:
     """Work that each rank does alone: an error of one rank ends all of them, so that none waits for it.
-
-    Yields:
-        A list whose items, of all ranks in their order, all ranks have afterwards.
 
     Raises:
         ValueError, RuntimeError, OSError: on the first rank that failed, its own error.
         RankError: on the other ranks, with the message of that one; at once where this rank has waited in vain.
     """
-    shared: list[Any] = []
     if count() == 1:
-        yield shared
+        yield
         return
     failure: Exception | None = None
     try:
-        yield shared
+        yield
     except FAILURES as error:
         if isinstance(error, RankError) or FIRST_REPORTER in notes_of(error):
             raise  # all ranks end already: from an inner `synchronized`
         failure = error
-    reports = gather((failure and str(failure), shared), what)
-    for rank, (message, _) in enumerate(reports):
+    for rank, message in enumerate(gather(failure and str(failure), what)):
         if message is None:
             continue
         if rank == index() and failure is not None:
@@ -143,15 +138,13 @@ def synchronized(what: str) -> Iterator[list[Any]]:
         reported = RankError(f"rank {rank} of {count()}: {message}")
         reported.add_note(REPORTED_BY_OTHER)
         raise reported from failure
-    shared[:] = chain.from_iterable(items for _, items in reports)
 
 
 def on_main(function: Callable[[], T], what: str) -> T:
     """The result of `function` on rank 0, on all ranks; an error of it ends all of them."""
-    with synchronized(what) as shared:
-        if is_main():
-            shared.append(function())
-    return cast(T, shared[0])
+    with synchronized(what):
+        result = function() if is_main() else None
+    return cast(T, gather(result, what)[0])
 
 
 def sum(tensors: Sequence[Tensor], what: str) -> None:
