@@ -29,6 +29,7 @@ from srtrl.engine.engine import Engine
 from srtrl.environments.conversations import Conversations
 from srtrl.features.partial import PartialDraws, PartialSampler
 from srtrl.rollout.collect import Collector, collect_rollouts
+from srtrl.trainer import build
 from srtrl.types import Prefix, Prompt, Rollout, RolloutGroup, SampleKey, SamplingParams
 
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
@@ -69,7 +70,7 @@ def step_through(
             draws = [(n, Prompt(prompt_id=str(n), text="", token_ids=(1 + n % 7, 2), answer="")) for n in numbers]
             due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
             part = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
-            collector = Collector(grader, TOKENIZER, prefixes=earlier, **shared)
+            collector = Collector(grader, TOKENIZER, prefixes=earlier, share=build.choose_share(), **shared)
             rollouts = [rollout for group in collect_rollouts(engine, collector, part) for rollout in group.rollouts]
             steps.append({(r.draw_index, r.sample_index): contents_of(r) for r in rollouts})
             assert engine.pool.num_used == 0
@@ -229,8 +230,6 @@ class Counting:
     """A collector of which only the prefixes are used."""
 
     prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
-    counters: None = None
-    earlier_rounds: None = None
 
 
 RESUMED = st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 3), st.booleans())

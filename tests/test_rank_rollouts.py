@@ -28,14 +28,16 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.engine.stats import EngineStats, add_stats
 from srtrl.environments.conversations import Conversations
+from srtrl.features.sharing import RankShare, deal
 from srtrl.model.transformer import Transformer
 from srtrl.ranks import RankError
-from srtrl.ranks.sharing import Claims, SharedCounters, deal
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.share import Share
 from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
+from srtrl.trainer import build
 from srtrl.types import Completion, Grade, Prompt, Request, SamplingParams
 
 pytestmark = FORKED
@@ -122,7 +124,9 @@ def grader_of(reward: str, kind: type[Grader] = Grader) -> Grader:
 
 def collector_of(grader: Grader, max_new_tokens: int = 30, **options: Any) -> Collector:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
-    return Collector(grader, TOKENIZER, sampling=sampling, seed=3, purpose="train", **options)
+    return Collector(
+        grader, TOKENIZER, sampling=sampling, seed=3, purpose="train", share=build.choose_share(), **options
+    )
 
 
 def rollouts(case: Case) -> Found:
@@ -138,7 +142,7 @@ def rollouts(case: Case) -> Found:
             options_of_case: dict[str, Any] = {"num_samples": case.num_samples, "conversations": conversations}
             collector = collector_of(grader, 100 if case.has_turns else 30, **options_of_case)
             collector.on_progress = lambda num_done, _: found.progress.append(num_done)
-            engine.before_step = partial(before_step, engine, collector.counters, case)
+            engine.before_step = partial(before_step, engine, collector.share, case)
             if case.is_dynamic:
                 until_full = DrawsUntilFull(
                     PROMPTS.__getitem__,
@@ -165,7 +169,7 @@ def rollouts(case: Case) -> Found:
     return found
 
 
-def before_step(engine: Engine, counters: SharedCounters, case: Case) -> None:
+def before_step(engine: Engine, share: Share, case: Case) -> None:
     if ranks.count() == 1:
         return
     if case.error is not None and ranks.index() == 1 and engine.stats.num_steps == 5:
@@ -173,7 +177,7 @@ def before_step(engine: Engine, counters: SharedCounters, case: Case) -> None:
     if ranks.index() == case.slow_rank:
         time.sleep(0.008 * random.random())
     if case.steps_ahead and ranks.is_main():
-        ranks.add("steps ahead", counters.read("finished") >= case.num_draws * case.num_samples - case.slots)
+        ranks.add("steps ahead", share.read("finished") >= case.num_draws * case.num_samples - case.slots)
     while not ranks.is_main() and ranks.add("steps ahead", 0) < case.steps_ahead:
         time.sleep(0.001)
 
@@ -302,32 +306,33 @@ def test_every_sample_is_taken_once_and_none_waits_where_a_rank_is_idle(data: st
     requests = requests_for([(1, 2 + i) for i in range(data.draw(st.integers(1, 6)))], num_samples=4)
     lines = deal(requests, dict.fromkeys(range(len(requests) // 4)), count)
     rank_of = partial(ranks.use, count=count, store=HashStore())
-    claims = []
+    shares = []
     for rank in range(count):
         with rank_of(rank):
-            claims.append(Claims(SharedCounters(), lines))
+            shares.append(RankShare())
+            shares[rank].wait_in(lines)
     taken: list[list[Request]] = [[] for _ in lines]
     for rank, wanted in data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, 4)), max_size=30)):
         left = len(requests) - sum(map(len, taken))
         with rank_of(rank):
-            found = claims[rank].take(wanted)
+            found = shares[rank].claim(wanted)
         taken[rank] += found
         assert len(found) == min(wanted, left)
-        assert claims[rank].counters.num_claimed == sum(one not in lines[rank] for one in taken[rank])
+        assert shares[rank].num_claimed == sum(one not in lines[rank] for one in taken[rank])
     with rank_of(0):
-        taken[0] += claims[0].take(len(requests))
+        taken[0] += shares[0].claim(len(requests))
     assert sorted(map(id, chain(*taken))) == sorted(map(id, requests))
 
 
 def test_a_rank_waits_as_long_as_another_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample finishes meanwhile: a decode step, or a wait for a tool, is enough."""
     now = 0.0
-    monkeypatch.setattr("srtrl.ranks.sharing.time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+    monkeypatch.setattr("srtrl.features.sharing.time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
     rank_of = partial(ranks.use, count=2, store=HashStore(), timeout_seconds=30)
     with rank_of(0):
-        busy = SharedCounters()
+        busy = RankShare()
     with rank_of(1):
-        idle = SharedCounters()
+        idle = RankShare()
     for _ in range(4):
         now += 20
         with rank_of(0):

@@ -116,6 +116,7 @@ def run_evals(
                 tokenizer=tokenizer,
                 end_ids=end_ids,
                 conversations=conversations,
+                share=build.choose_share(),
             )
             groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))
         yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)

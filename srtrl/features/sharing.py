@@ -1,4 +1,4 @@
-"""Sharing of a rollout among the ranks of a run: dealing, claiming, waiting. No engine, no tensors here.
+"""Sharing of a rollout among the ranks of a run: dealing, claiming, waiting, and the exchange of what was decoded.
 
 The samples of a step are dealt to ranks by expected length. The samples of a rank are its *line*, in the order in which
 they are to be admitted. The rank begins with the first samples of its line, as many as it has slots; a counter that all
@@ -8,14 +8,21 @@ twice, no sample that another rank could begin waits for a slot, and no decode s
 sample depend on its RNG key alone, so that none of this changes the rollouts.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
+from typing import TYPE_CHECKING
 
 from srtrl import ranks
-from srtrl.types import Request
+from srtrl.rollout.collect import data_order
+from srtrl.rollout.share import RequestsOf, Share
+from srtrl.types import Completion, Request, Rollout
+
+if TYPE_CHECKING:
+    from srtrl.engine.engine import Engine
 
 POLL_SECONDS = 0.02
 """A counter that others change is read again after this time."""
@@ -57,48 +64,29 @@ def deal(
     return lines
 
 
-def round_robin(requests: Sequence[Request]) -> Iterator[Request]:
-    """Run-aheads in the order in which this rank takes them: each rank begins with others."""
-    for shift in range(ranks.count()):
-        yield from requests[(ranks.index() + shift) % ranks.count() :: ranks.count()]
+class RankShare(Share):
+    """What one of several ranks decodes of each rollout. All ranks make the same calls."""
 
-
-class SharedCounters:
-    """Counters of one rollout that all ranks share, and this rank's part in it. With one rank nothing waits."""
-
-    def __init__(self, earlier: "SharedCounters | None" = None) -> None:
-        """All ranks begin the same rollout; what they measured in an `earlier` one of the same step counts."""
-        self.busy_seconds: float = earlier.busy_seconds if earlier else 0.0
+    def __init__(self) -> None:
+        self.busy_seconds = 0.0
         """In which this rank decoded samples of its step."""
-        self.num_claimed: int = earlier.num_claimed if earlier else 0
+        self.num_claimed = 0
         """Samples of other ranks that this one has taken."""
+        self._last_report = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A rollout begins."""
         self._scope = ranks.new_scope("rollout")
         self._values: dict[str, tuple[float, int]] = {}
         """When each counter was read, and its value then."""
-        self._last_report = 0.0
         self._last_progress = time.monotonic()
         """Of any rank, as far as this one has seen."""
 
-    def add(self, name: str, amount: int = 1) -> int:
-        """Count; returns the value before that."""
-        known = self._values.get(name, (0.0, 0))[1]
-        before = ranks.add(f"{self._scope}/{name}", amount) if ranks.count() > 1 else known
-        self._values[name] = time.monotonic(), before + amount
-        return before
-
-    def read(self, name: str) -> int:
-        """The value as it is, or was a moment ago."""
-        seconds, known = self._values.get(name, (0.0, 0))
-        if ranks.count() > 1 and time.monotonic() < seconds + POLL_SECONDS:
-            return known
-        value = self.add(name, 0)
-        if value != known:
-            self._last_progress = time.monotonic()
-        return value
-
     @contextmanager
-    def synchronized(self) -> Iterator[None]:
-        """The rollout of each rank: an error of one ends the others as soon as they have nothing to decode."""
+    def rollout(self) -> Iterator[None]:
+        """See `Share`: an error of one rank ends the others as soon as they have nothing to decode."""
+        self.begin()
         with ranks.synchronized("rollout"):
             try:
                 yield
@@ -106,42 +94,75 @@ class SharedCounters:
                 self.add("failed")
                 raise
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a rank has: the others need not wait for it."""
-        return self.read("failed") > 0
+    def add(self, name: str, amount: int = 1) -> int:
+        """See `Share`."""
+        before = ranks.add(f"{self._scope}/{name}", amount)
+        self._values[name] = time.monotonic(), before + amount
+        return before
 
-    def report_progress(self) -> None:
-        """This rank decodes, or waits for its own tools and graders: others wait for it with reason."""
+    def read(self, name: str) -> int:
+        """See `Share`."""
+        seconds, known = self._values.get(name, (0.0, 0))
+        if time.monotonic() < seconds + POLL_SECONDS:
+            return known
+        value = self.add(name, 0)
+        if value != known:
+            self._last_progress = time.monotonic()
+        return value
+
+    def deal(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:
+        """See `Share`: by the lengths that rank 0 expects, since all ranks must agree."""
+        scouts = {request.draw_index: request for request in requests} if ranks.is_main() else {}
+        expected = {draw: engine.drafter.expected_tokens(scout) for draw, scout in scouts.items()}
+        expected, *_ = ranks.gather(expected, "the expected lengths")
+        lines, slots = deal(requests, expected, ranks.count()), engine.options.slots
+        self.wait_in([line[slots:] for line in lines])
+        return lines[ranks.index()][:slots]
+
+    def wait_in(self, lines: Sequence[Sequence[Request]]) -> None:
+        """Let any rank claim the samples of these lines, one line for each rank; all ranks have the same."""
+        self._lines = lines
+        self._num_left = [len(line) for line in lines]
+        """Of each line, samples that are not taken, or more: what was known last."""
+
+    def claim(self, count: int) -> Sequence[Request]:
+        """See `Share`; those of this rank's own line first."""
+        mine = ranks.index()
+        taken = self._take(mine, count) if count and self._num_left[mine] else []
+        while len(taken) < count and (max_left := max(self._num_left)):
+            claimed = self._take(self._num_left.index(max_left), 1)
+            self.num_claimed += len(claimed)
+            taken += claimed
+        return taken
+
+    def _take(self, rank: int, count: int) -> list[Request]:
+        """The next `count` samples of a rank's line, or what is left."""
+        line = self._lines[rank]
+        start = self.add(f"taken of rank {rank}", count)
+        self._num_left[rank] = max(0, len(line) - start - count)
+        return list(line[start : start + count])
+
+    def run_aheads(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """See `Share`: each rank begins with others."""
+        first, count = ranks.index(), ranks.count()
+        return [request for shift in range(count) for request in requests[(first + shift) % count :: count]]
+
+    def report_progress(self, busy_seconds: float = 0.0) -> None:
+        """See `Share`: others wait for it with reason."""
+        self.busy_seconds += busy_seconds
         now = self._last_progress = time.monotonic()
-        if ranks.count() > 1 and now > self._last_report + REPORT_SECONDS:
+        if now > self._last_report + REPORT_SECONDS:
             self._last_report = now
             self.add("progress")
 
-    def count_busy(self, seconds: float) -> None:
-        """This rank has decoded samples of its step for some time."""
-        self.busy_seconds += seconds
-        self.report_progress()
-
-    def metrics(self) -> dict[str, float]:
-        """How the ranks shared the rollout, under `engine/`; called on all of them. None with one rank."""
-        if ranks.count() == 1:
-            return {}
-        mine = self.num_claimed, self.busy_seconds
-        num_claimed, seconds = zip(*ranks.gather(mine, "the time of each rank"), strict=True)
-        return {
-            "engine/rank_claims": sum(num_claimed),
-            "engine/rank_seconds_max": max(seconds),
-            "engine/ranks_idle_share": 1 - sum(seconds) / (len(seconds) * max(*seconds, 1e-9)),
-        }
-
-    def wait_for_others(self, *, sleeps: bool) -> None:
-        """This rank has no sample until others are further; returns after a moment, or at once if it does not sleep.
+    def wait_for_others(self, *, sleeps: bool) -> bool:
+        """See `Share`.
 
         Raises:
             RankError: No rank has made progress for too long.
         """
-        assert ranks.count() > 1, "one rank waits for others"
+        if self.read("failed"):
+            return False
         self.read("progress")
         seconds = ranks.timeout_seconds()
         if time.monotonic() > self._last_progress + seconds:
@@ -151,34 +172,38 @@ class SharedCounters:
             )
         if sleeps:
             time.sleep(POLL_SECONDS)
+        return True
 
+    def exchange(self, engine: Engine, rollouts: Sequence[Rollout], requests_of: RequestsOf) -> Sequence[Rollout]:
+        """See `Share`."""
+        shared = ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
+        del shared[ranks.index()]
+        others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
+        prompts = {rollout.draw_index: rollout.prompt for rollout in others}
+        requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
+        completions = [
+            Completion(
+                request=requests[data_order(rollout)],
+                token_ids=rollout.token_ids.tolist(),
+                rollout_logprobs=rollout.rollout_logprobs.tolist(),
+                finish_reason=rollout.finish_reason,
+                policy_version=rollout.policy_version,
+                extensions=rollout.extensions,
+            )
+            for rollout in others
+        ]
+        engine.drafter.learn(completions)
+        for _, texts in shared:
+            engine.drafter.learn_run_aheads(texts)
+        return others
 
-@dataclass(slots=True)
-class Claims:
-    """Samples that any rank may decode, as seen by one of the ranks."""
-
-    counters: SharedCounters
-    lines: Sequence[Sequence[Request]]
-    """Of each rank, without those with which it begins; the same on all."""
-    _num_left: list[int] = field(init=False)
-    """Of each rank, samples that are not taken, or more: what was known last."""
-
-    def __post_init__(self) -> None:
-        self._num_left = [len(line) for line in self.lines]
-
-    def take(self, count: int) -> list[Request]:
-        """The next samples for this rank, at most `count`: fewer only where none is left anywhere."""
-        mine = ranks.index()
-        taken = self._take(mine, count) if count and self._num_left[mine] else []
-        while len(taken) < count and (max_left := max(self._num_left)):
-            claimed = self._take(self._num_left.index(max_left), 1)
-            self.counters.num_claimed += len(claimed)
-            taken += claimed
-        return taken
-
-    def _take(self, rank: int, count: int) -> list[Request]:
-        """The next `count` samples of a rank's line, or what is left."""
-        line = self.lines[rank]
-        start = self.counters.add(f"taken of rank {rank}", count)
-        self._num_left[rank] = max(0, len(line) - start - count)
-        return list(line[start : start + count])
+    def take_metrics(self) -> dict[str, float]:
+        """See `Share`."""
+        mine = self.num_claimed, self.busy_seconds
+        self.num_claimed, self.busy_seconds = 0, 0.0
+        num_claimed, seconds = zip(*ranks.gather(mine, "the time of each rank"), strict=True)
+        return {
+            "engine/rank_claims": sum(num_claimed),
+            "engine/rank_seconds_max": max(seconds),
+            "engine/ranks_idle_share": 1 - sum(seconds) / (len(seconds) * max(*seconds, 1e-9)),
+        }

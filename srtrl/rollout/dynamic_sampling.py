@@ -22,7 +22,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from srtrl import ranks
-from srtrl.ranks.sharing import round_robin
 from srtrl.rollout.collect import Draws
 from srtrl.types import Prompt, Request, Rollout, RolloutGroup
 
@@ -69,7 +68,7 @@ class DrawsUntilFull(Draws):
             self.undecided.remove(draw)
             self._rollouts += rollouts
             is_kept = self.keeps(RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw, rollouts=rollouts))
-            collector.counters.add("kept" if is_kept else "dropped")
+            collector.share.add("kept" if is_kept else "dropped")
             if is_kept:
                 self._kept.add(draw)
         opened: list[int] = []
@@ -79,12 +78,12 @@ class DrawsUntilFull(Draws):
             yield from collector.open(draw_index, self.prompt_of(draw_index))
             collector.num_total = (draw_index - self.first_draw + 1) * collector.num_samples
         if opened:
-            yield from round_robin(self.run_ahead(range(opened[0], opened[-1] + 1)))
+            yield from collector.share.run_aheads(self.run_ahead(range(opened[0], opened[-1] + 1)))
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`; whether all draws that the batch needs are decided."""
-        num_dropped = collector.counters.read("dropped")
-        return collector.counters.read("kept") + num_dropped >= self._limit(num_dropped)
+        num_dropped = collector.share.read("dropped")
+        return collector.share.read("kept") + num_dropped >= self._limit(num_dropped)
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`."""
@@ -104,8 +103,8 @@ class DrawsUntilFull(Draws):
     def _take_next(self, collector: Collector) -> int | None:
         """This rank's next draw, if it may be opened now."""
         if self._next is None:
-            self._next = collector.counters.add("draws")
-        if self._next >= self._limit(collector.counters.read("dropped")):
+            self._next = collector.share.add("draws")
+        if self._next >= self._limit(collector.share.read("dropped")):
             return None
         number, self._next = self._next, None
         return self.first_draw + number

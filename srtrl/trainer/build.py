@@ -19,6 +19,7 @@ from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.environments.conversations import Conversations
 from srtrl.features.partial import PartialSampler
+from srtrl.features.sharing import RankShare
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.value_model import ValueModel, load_value_model
@@ -26,6 +27,7 @@ from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_mod
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
+from srtrl.rollout.share import Share
 from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.tasks.base import TaskBase
 from srtrl.trainer.critic import Critic, values_column
@@ -73,6 +75,11 @@ def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer
     model = load_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
     model.gradient_checkpointing = recipe.model.gradient_checkpointing
     return model
+
+
+def choose_share() -> Share:
+    """What this process takes of each rollout: with one rank all of it."""
+    return RankShare() if ranks.count() > 1 else Share()
 
 
 def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,7 @@ from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.share import Share
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import groups_to_learn_from
@@ -45,6 +46,7 @@ class RolloutContext:
     """Tokens that end a response."""
     conversations: Conversations | None
     """None where a sample is a single turn."""
+    share: Share = field(default_factory=Share)
 
     def collector(
         self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
@@ -60,6 +62,7 @@ class RolloutContext:
             on_progress=on_progress,
             timer=timer,
             conversations=self.conversations,
+            share=self.share,
         )
 
     def started(self, prompt: Prompt) -> Prompt:

@@ -170,6 +170,7 @@ class Trainer:
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
                 conversations=self.conversations,
+                share=build.choose_share(),
             )
             self.sampler = build.build_sampler(self.rollout_context, self.task)
             policy = PolicyFiles(model=self.policy, tokenizer=self.tokenizer, end_ids=self.end_ids)
