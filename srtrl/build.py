@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import torch
 
+from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.engine import Engine, EngineOptions
@@ -23,14 +24,15 @@ from srtrl.features.adapters import load_policy, read_adapter
 from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
 from srtrl.features.lora import LoraAdamW
 from srtrl.features.partial import PartialSampler
+from srtrl.features.sharing import RankShare
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_tokenizer, locate
-from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
+from srtrl.rollout.share import Share
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
@@ -98,18 +100,17 @@ def run_training(
         KeyboardInterrupt: the second Ctrl-C.
     """
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
-    with open_ranks() as ranks, Trainer(build_parts(recipe, ranks, **flags), on_step=on_step) as trainer:
+    with ranks.open_ranks(), Trainer(build_parts(recipe, **flags), on_step=on_step) as trainer:
         trainer.train()
         interrupted = trainer.step < recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
-def build_parts(recipe: Recipe, ranks: Ranks = ONE_RANK, **flags: Unpack[StartFlags]) -> Parts:
+def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     """The parts of a run, with the weights of the recipe's model or, with `resume`, of a checkpoint.
 
     Args:
         recipe: Everything that decides the run.
-        ranks: The processes of the run; all make the same calls.
         flags: How the run begins; see `StartFlags`.
 
     Raises:
@@ -127,13 +128,13 @@ def build_parts(recipe: Recipe, ranks: Ranks = ONE_RANK, **flags: Unpack[StartFl
         training_evals(task, recipe)  # raises where there are no problems for it
         device = choose_device(recipe)
         policy = build_policy(recipe, str(_first_weights(recipe, checkpoint)), device)
-        shard_model(policy, recipe, ranks)
+        shard_model(policy, recipe)
         optimizer = make_policy_optimizer(policy, recipe)
-        reference = build_reference(recipe, policy, device, ranks)
+        reference = build_reference(recipe, policy, device)
         is_used = recipe.model.lora is not None or reference is not None
         model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_used)
         draft_head = build_draft_head(recipe, policy)
-        critic = build_critic(recipe, checkpoint, device, ranks)
+        critic = build_critic(recipe, checkpoint, device)
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         columns = build_columns(recipe, policy, optimizer, reference, critic)
@@ -156,7 +157,7 @@ def build_parts(recipe: Recipe, ranks: Ranks = ONE_RANK, **flags: Unpack[StartFl
             tokenizer=tokenizer,
             end_ids=end_ids,
             conversations=conversations,
-            ranks=ranks,
+            share=choose_share(),
         )
         return Parts(
             context=context,
@@ -215,14 +216,19 @@ def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer
     return model
 
 
-def shard_model(model: Transformer | ValueModel, recipe: Recipe, ranks: Ranks) -> None:
+def choose_share() -> Share:
+    """What this process takes of each rollout: with one rank all of it."""
+    return RankShare() if ranks.count() > 1 else Share()
+
+
+def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
     """Shard a model where `train.sharding` asks for it, before its optimizer is made; all ranks call this.
 
     Raises:
         ValueError: there is one process only.
     """
     if recipe.train.sharding == "fsdp2":
-        if ranks.count == 1:
+        if ranks.count() == 1:
             raise ValueError(
                 "train.sharding: fsdp2 shares the weights among several processes, found one: start with torchrun, "
                 "or leave train.sharding out"
@@ -265,7 +271,7 @@ def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> MasterAdamW:
     return make_optimizer(policy, recipe, **rates, lora=recipe.model.lora)
 
 
-def build_reference(recipe: Recipe, policy: Transformer, device: torch.device, ranks: Ranks) -> Transformer | None:
+def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -> Transformer | None:
     """The frozen reference policy, or None where the KL coefficient is 0.
 
     It is a second set of weights in memory; with LoRA it is the policy itself, inside `LoraAdamW.base_weights`.
@@ -276,11 +282,11 @@ def build_reference(recipe: Recipe, policy: Transformer, device: torch.device, r
         return policy
     # Its log-probs are compared with the policy's: the same rounding.
     reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
-    shard_model(reference, recipe, ranks)
+    shard_model(reference, recipe)
     return reference
 
 
-def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, ranks: Ranks) -> Critic | None:
+def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Critic | None:
     """The critic with a fresh optimizer, or None where the recipe has none.
 
     Its weights are those of the checkpoint, else of `model.path`; a folder without a value head gets one that is zero.
@@ -291,7 +297,7 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     path = recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
     model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
-    shard_model(model, recipe, ranks)
+    shard_model(model, recipe)
     optimizer = make_optimizer(
         model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
     )

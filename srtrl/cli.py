@@ -20,7 +20,7 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
-from srtrl.ranks.processes import interrupt_exit_code, is_main_process, should_report
+from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie

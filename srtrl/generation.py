@@ -16,7 +16,7 @@ from pydantic import Field
 from srtrl.checks import build_checked
 from srtrl.environments.base import count_turns, mark_segments
 from srtrl.evaluation.suite import bare_source
-from srtrl.ranks.processes import refuse_ranks
+from srtrl.ranks import refuse_ranks
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.report.rollouts import printable

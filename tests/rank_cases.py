@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
 
-from srtrl.ranks.processes import Ranks, open_ranks
+from srtrl import ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 PRELOADED = """
@@ -46,7 +47,7 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 100) -> list[Any]:
-        """What `function(ranks, *arguments)` returns on each rank.
+        """What `function(*arguments)` returns on each rank.
 
         Raises:
             AssertionError: It failed on some, with their tracebacks; or some did not answer in `timeout` seconds.
@@ -136,7 +137,7 @@ def _serve(connection: Connection, index: int, count: int, port: int) -> None:
         "OMP_NUM_THREADS": "1",  # accelerate would take more
     }
     try:
-        with open_ranks() as ranks:
+        with ranks.open_ranks():
             num_calls = 0
             while True:
                 try:
@@ -144,8 +145,11 @@ def _serve(connection: Connection, index: int, count: int, port: int) -> None:
                 except EOFError:  # the tests have ended
                     os._exit(0)
                 num_calls += 1
-                counters = ranks.store and PrefixStore(f"call {num_calls}", ranks.store)
-                result = function(Ranks(index, count, counters, ranks.timeout_seconds), *arguments)
+                store = None
+                if count > 1:
+                    store = PrefixStore(f"call {num_calls}", distributed_c10d._get_default_store())
+                with ranks.use(index, count, store, ranks.timeout_seconds()):
+                    result = function(*arguments)
                 connection.send((True, result))
     except BaseException:  # noqa: BLE001 - the parent raises it
         connection.send((False, traceback.format_exc()))

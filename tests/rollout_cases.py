@@ -10,7 +10,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.ranks.processes import Ranks
 from srtrl.rollout.collect import Collector
 from srtrl.tasks.grading import Grader
 from srtrl.types import (
@@ -103,9 +102,11 @@ class FakeGrader:
         if waiting:
             self.pending[self.random.choice(waiting)] = -1
 
-    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]], ranks: Ranks) -> list[Grade]:
+    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]]) -> list[Grade]:
         assert len(tickets) == len(keys)
-        assert ranks.count == 1
+        return self.collect(tickets)
+
+    def collect(self, tickets: Sequence[int]) -> list[Grade]:
         is_done = all(self.pending[ticket] < 0 for ticket in tickets)
         assert self.waits or is_done, "collect would wait while samples decode"
         self.batches.append(len(tickets))

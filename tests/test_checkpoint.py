@@ -12,12 +12,12 @@ from tiny_run import make_recipe, open_run
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from srtrl import ranks
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.features.critic import CRITIC_FOLDER, CRITIC_OPTIMIZER, ValueModel, save_value_model
 from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, load_tokenizer
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import (
@@ -42,10 +42,9 @@ def save(
     keep: int = 2,
     models: Sequence[nn.Module] = (),
     optimizers: Sequence[MasterAdamW] = (),
-    ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Save the checkpoint of a step: of the policy, or of these models (and a critic) with their optimizers."""
-    if ranks.is_main:
+    if ranks.is_main():
         folder.parent.mkdir(parents=True, exist_ok=True)
         (folder.parent / "metrics.jsonl").touch()
     model, *critics = models or [load_model(policy, dtype=torch.float32, device="cpu")]
@@ -60,7 +59,7 @@ def save(
         unshard(critic)
         parts.append(SimpleNamespace(save=lambda path, model=critic: save_value_model(model, path / CRITIC_FOLDER)))
     state = TrainerState(step=step, policy_version=step - 1, num_draws=5 * step)
-    path = save_checkpoint(folder, state, tensors=tensors, parts=parts, keep=keep, ranks=ranks)
+    path = save_checkpoint(folder, state, tensors=tensors, parts=parts, keep=keep)
     for critic in critics:
         reshard(critic)
     return path

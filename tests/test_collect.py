@@ -138,7 +138,7 @@ class Case:
         collector = make_collector(self.grader, timer=timer or StageTimer())
         draws = DrawsUntilFull(prompt_of, first_draw=FIRST_DRAW, **self.limits, keeps=self.keeps, run_ahead=self.opened)
         groups = collect_rollouts(cast(Engine, self.engine), collector, draws)
-        return groups, draws.kept_groups(groups, collector.ranks)
+        return groups, draws.kept_groups(groups)
 
 
 def shortest_prefix(pattern: Sequence[bool], limits: dict[str, int]) -> list[bool]:

@@ -24,11 +24,11 @@ from scipy.stats import chisquare
 from test_rank_rollouts import grader_of
 from tiny_run import make_recipe
 
+from srtrl import build
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.environments.conversations import Conversations
 from srtrl.features.partial import PartialDraws, PartialSampler
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.types import Prefix, Prompt, Rollout, RolloutGroup, SampleKey, SamplingParams
 
@@ -41,7 +41,6 @@ Sampled = dict[SampleKey, tuple[list[int], list[float], list[int], list[int], An
 
 
 def step_through(
-    ranks: Ranks,
     num_steps: int,
     has_tools: bool = False,
     *,
@@ -71,7 +70,7 @@ def step_through(
             draws = [(n, Prompt(prompt_id=str(n), text="", token_ids=(1 + n % 7, 2), answer="")) for n in numbers]
             due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
             part = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
-            collector = Collector(grader, TOKENIZER, ranks=ranks, prefixes=earlier, **shared)
+            collector = Collector(grader, TOKENIZER, prefixes=earlier, share=build.choose_share(), **shared)
             rollouts = [rollout for group in collect_rollouts(engine, collector, part) for rollout in group.rollouts]
             steps.append({(r.draw_index, r.sample_index): contents_of(r) for r in rollouts})
             assert engine.pool.num_used == 0
@@ -111,7 +110,7 @@ def simulate(lengths: dict[SampleKey, int], num_steps: int) -> Iterator[list[int
 @pytest.fixture(scope="module")
 def once() -> Sampled:
     """Each sample by one decode."""
-    return step_through(ONE_RANK, 1, num_open=80, slots=64)[0]
+    return step_through(1, num_open=80, slots=64)[0]
 
 
 def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
@@ -136,20 +135,20 @@ def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
 )
 def test_what_ends_is_decided_by_a_clock_of_tokens(sizes: dict[str, Any], drafts: bool, once: Sampled) -> None:
     """Whatever decodes: the groups of a simulation, and the tokens of one decode. So no distribution changes."""
-    check(step_through(ONE_RANK, 9, drafts=drafts, **sizes), once)
+    check(step_through(9, drafts=drafts, **sizes), once)
 
 
 @pytest.fixture(scope="module")
 def once_with_tools() -> tuple[Sampled, Counter[Any]]:
     Ledger.num_steps.clear()
-    return step_through(ONE_RANK, 1, has_tools=True, num_open=80, slots=64)[0], Counter(Ledger.num_steps)
+    return step_through(1, has_tools=True, num_open=80, slots=64)[0], Counter(Ledger.num_steps)
 
 
 @pytest.fixture(scope="module")
 def carried() -> list[Carried]:
     """What each step carries over, with as many slots as samples and without drafts."""
     found: list[Carried] = []
-    step_through(ONE_RANK, 7, has_tools=True, slots=24, on_carried=lambda e: found.append(contents_of_prefixes(e)))
+    step_through(7, has_tools=True, slots=24, on_carried=lambda e: found.append(contents_of_prefixes(e)))
     return found
 
 
@@ -176,7 +175,7 @@ def test_tools_take_no_time_and_are_not_called_twice_for_what_is_carried_over(
             ]
             num_calls.extend((told, Ledger.num_steps[told]) for told in accumulate((turn,) for turn in turns))
 
-    steps = step_through(ONE_RANK, 7, has_tools=True, drafts=drafts, slots=slots, on_carried=look)
+    steps = step_through(7, has_tools=True, drafts=drafts, slots=slots, on_carried=look)
     check(steps, once, max_age=1)
     assert found == carried, "what goes on, and the answers that it has heard, depend on time"
     only = [(told, num) for told, num in num_calls if num_steps[told] == 1]
@@ -206,7 +205,7 @@ def test_lengths_and_tokens_keep_their_distribution() -> None:
     Without the last step, which is waited for, and the draws that were open then: a mode that dropped what is slow
     would see short samples alone.
     """
-    *steps, last = step_through(ONE_RANK, 60, slots=24, scale=0.0)
+    *steps, last = step_through(60, slots=24, scale=0.0)
     samples = [(key, version, *part[:3]) for version, step in enumerate(steps) for key, part in step.items()]
     learned = [(tokens, now - versions[0]) for key, now, tokens, _, versions in samples if key < min(last)]
     assert len(learned) > 700
@@ -231,8 +230,6 @@ class Counting:
     """A collector of which only the prefixes are used."""
 
     prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
-    counters: None = None
-    earlier_rounds: None = None
 
 
 RESUMED = st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 3), st.booleans())

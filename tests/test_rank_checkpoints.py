@@ -17,10 +17,11 @@ from test_checkpoint import ADAMW, contents, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from srtrl import ranks
 from srtrl.features.critic import CRITIC_OPTIMIZER, ValueModel
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
-from srtrl.ranks.processes import ONE_RANK, RankError, Ranks
+from srtrl.ranks import RankError
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (
@@ -76,9 +77,9 @@ def numbers_of(name: tuple[str, str], shape: torch.Size) -> Tensor:
 
 
 @torch.no_grad()
-def write(ranks: Ranks, policy: Path, folder: Path) -> None:
+def write(policy: Path, folder: Path) -> None:
     """A checkpoint of each kind of this number of ranks."""
-    for writer in (one for one in WHOLE + SHARED if one[0] == ranks.count):
+    for writer in (one for one in WHOLE + SHARED if one[0] == ranks.count()):
         _, sharding, dtype = writer
         trained = make_trained(policy, dtype, sharding)
         for name, tensor in trained.tensors.items():
@@ -86,13 +87,13 @@ def write(ranks: Ranks, policy: Path, folder: Path) -> None:
             if isinstance(tensor, DTensor):
                 full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
             tensor.copy_(full)
-        save(policy, folder / str(writer) / "checkpoints", 1, **vars(trained), ranks=ranks)
+        save(policy, folder / str(writer) / "checkpoints", 1, **vars(trained))
 
 
-def read(ranks: Ranks, policy: Path, folder: Path) -> int:
+def read(policy: Path, folder: Path) -> int:
     """Compare each checkpoint that is there, loaded by this number of ranks; returns the number of tensors."""
     count = 0
-    for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
+    for sharding in ("ddp", "fsdp2") if ranks.count() > 1 else ("ddp",):
         for path, dtype in ((folder / str(writer), writer[2]) for writer in WHOLE + SHARED):
             if not path.exists():
                 continue  # three ranks have not written
@@ -113,7 +114,7 @@ def written(policy: Path, make_once: Callable[[str, Callable[[Path], object]], P
     """Folder of the checkpoints of one rank and of two; tests only read it."""
 
     def make(folder: Path) -> None:
-        write(ONE_RANK, policy, folder)
+        write(policy, folder)
         run_ranks(2, write, policy, folder)
 
     return make_once("rank_checkpoints", make)
@@ -131,7 +132,7 @@ def check_shares(folder: Path, writer: Writer) -> None:
 
 def test_any_number_of_ranks_reads_what_others_have_written(policy: Path, written: Path) -> None:
     """All numbers have the same bits (compared in `read`)."""
-    assert min(read(ONE_RANK, policy, written), *run_ranks(2, read, policy, written)) > 200
+    assert min(read(policy, written), *run_ranks(2, read, policy, written)) > 200
     for writer in SHARED[:2]:
         check_shares(written, writer)
 
@@ -174,7 +175,7 @@ def test_large_states_are_written_in_several_files(
 ) -> None:
     """The host need not hold all of it."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
-    write(ONE_RANK, policy, tmp_path)
+    write(policy, tmp_path)
     path = tmp_path / str(WHOLE[1]) / STEP
     trained = make_trained(policy, torch.bfloat16, "ddp")
     sizes = [file.stat().st_size for file in files_of(path)]
@@ -191,10 +192,10 @@ def no_space(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
+def fail(policy: Path, folder: Path, sharding: str) -> list[str]:
     """The errors of checkpoints where one rank fails at a time."""
     checkpoints = folder / "checkpoints"
-    options = {"ranks": ranks, "keep": 1, **vars(make_trained(policy, torch.bfloat16, sharding))}
+    options = {"keep": 1, **vars(make_trained(policy, torch.bfloat16, sharding))}
     before = contents(save(policy, checkpoints, 1, **options))
     ranks.gather(0, "the first checkpoint")
     found = []
@@ -203,13 +204,13 @@ def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
         (test_checkpoint, "save_value_model", 0),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            if ranks.index == index:
+            if ranks.index() == index:
                 patch.setattr(owner, name, no_space)
             with pytest.raises((OSError, RankError), match="No space left on device") as caught:
                 save(policy, checkpoints, 2, **options)
         found.append(str(caught.value))
     with pytest.raises((ValueError, RankError), match="disk of output_dir") as refused:
-        save(policy, checkpoints if ranks.is_main else folder / "elsewhere" / "checkpoints", 2, **options)
+        save(policy, checkpoints if ranks.is_main() else folder / "elsewhere" / "checkpoints", 2, **options)
     found.append(str(refused.value))
     assert latest_checkpoint(checkpoints) == folder / STEP
     assert contents(folder / STEP) == before

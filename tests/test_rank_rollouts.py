@@ -19,19 +19,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import FORKED, run_ranks
 from test_conversations import END_TOKENS, PlainTask, contents
+from torch._C._distributed_c10d import HashStore
 
+from srtrl import build, ranks
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.engine.stats import EngineStats, add_stats
 from srtrl.environments.conversations import Conversations
+from srtrl.features.sharing import RankShare, deal
 from srtrl.model.transformer import Transformer
-from srtrl.ranks.processes import RankError, Ranks
-from srtrl.ranks.sharing import Claims, SharedCounters, deal
+from srtrl.ranks import RankError
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.share import Share
 from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
 from srtrl.types import Completion, Grade, Prompt, Request, SamplingParams
@@ -118,12 +121,14 @@ def grader_of(reward: str, kind: type[Grader] = Grader) -> Grader:
     return kind(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
 
 
-def collector_of(grader: Grader, ranks: Ranks, max_new_tokens: int = 30, **options: Any) -> Collector:
+def collector_of(grader: Grader, max_new_tokens: int = 30, **options: Any) -> Collector:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
-    return Collector(grader, TOKENIZER, sampling=sampling, seed=3, purpose="train", ranks=ranks, **options)
+    return Collector(
+        grader, TOKENIZER, sampling=sampling, seed=3, purpose="train", share=build.choose_share(), **options
+    )
 
 
-def rollouts(ranks: Ranks, case: Case) -> Found:
+def rollouts(case: Case) -> Found:
     """Runs on each rank."""
     limits = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
     engine = WatchedEngine(policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter())
@@ -134,9 +139,9 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
     with grader, conversations or contextlib.nullcontext():
         for _ in range(2):
             options_of_case: dict[str, Any] = {"num_samples": case.num_samples, "conversations": conversations}
-            collector = collector_of(grader, ranks, 100 if case.has_turns else 30, **options_of_case)
+            collector = collector_of(grader, 100 if case.has_turns else 30, **options_of_case)
             collector.on_progress = lambda num_done, _: found.progress.append(num_done)
-            engine.before_step = partial(before_step, ranks, engine, collector.counters, case)
+            engine.before_step = partial(before_step, engine, collector.share, case)
             if case.is_dynamic:
                 until_full = DrawsUntilFull(
                     PROMPTS.__getitem__,
@@ -146,7 +151,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
                     keeps=lambda group: group.draw_index not in (0, 2, 3),
                 )
                 groups = collect_rollouts(engine, collector, until_full)
-                kept = until_full.kept_groups(groups, ranks)
+                kept = until_full.kept_groups(groups)
             else:
                 ahead = collector.run_ahead(draws[case.num_draws :]) if case.steps_ahead else []
                 fixed = FixedDraws(draws[: case.num_draws], run_ahead=ahead)
@@ -163,16 +168,16 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
     return found
 
 
-def before_step(ranks: Ranks, engine: Engine, counters: SharedCounters, case: Case) -> None:
-    if ranks.count == 1:
+def before_step(engine: Engine, share: Share, case: Case) -> None:
+    if ranks.count() == 1:
         return
-    if case.error is not None and ranks.index == 1 and engine.stats.num_steps == 5:
+    if case.error is not None and ranks.index() == 1 and engine.stats.num_steps == 5:
         raise case.error
-    if ranks.index == case.slow_rank:
+    if ranks.index() == case.slow_rank:
         time.sleep(0.008 * random.random())
-    if case.steps_ahead and ranks.is_main:
-        ranks.add("steps ahead", counters.read("finished") >= case.num_draws * case.num_samples - case.slots)
-    while not ranks.is_main and ranks.add("steps ahead", 0) < case.steps_ahead:
+    if case.steps_ahead and ranks.is_main():
+        ranks.add("steps ahead", share.read("finished") >= case.num_draws * case.num_samples - case.slots)
+    while not ranks.is_main() and ranks.add("steps ahead", 0) < case.steps_ahead:
         time.sleep(0.001)
 
 
@@ -191,7 +196,7 @@ CASES = {
 )
 def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     case = CASES[name]
-    found, truth = run_ranks(2, rollouts, case), rollouts(Ranks(), case)
+    found, truth = run_ranks(2, rollouts, case), rollouts(case)
     assert truth.groups[0]
     for one in found:
         assert one.groups == truth.groups
@@ -211,22 +216,22 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
         assert found[0].metrics[0]["engine/run_ahead_tokens_made"] >= case.steps_ahead
 
 
-def follow(ranks: Ranks) -> dict[str, float]:
+def follow() -> dict[str, float]:
     """Both rollouts have one sample, on rank 0: the other has nothing to do in the first but to run ahead.
 
     Rank 0 waits until it has: on a busy machine it would be done before that begins.
     """
 
     def take_part() -> None:
-        while ranks.add("steps ahead", int(ranks.index > 0)) < 2 and ranks.is_main:
+        while ranks.add("steps ahead", int(ranks.index() > 0)) < 2 and ranks.is_main():
             time.sleep(0.001)
 
     engine = WatchedEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
     engine.before_step = take_part
     grader = grader_of(f"{__name__}:half_tokens")
     for draw in range(2):
-        collector = collector_of(grader, ranks, num_samples=1)
-        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index > 0 else []  # not on rank 0
+        collector = collector_of(grader, num_samples=1)
+        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index() > 0 else []  # not on rank 0
         collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])], run_ahead=ahead))
         metrics = collector.engine_metrics(engine)
         engine.end_step(has_new_weights=True)
@@ -240,9 +245,9 @@ def test_a_sample_follows_the_run_ahead_of_another_rank() -> None:
     assert metrics["engine/run_ahead_tokens_used"] > 0
 
 
-def fail(ranks: Ranks, case: Case) -> str:
+def fail(case: Case) -> str:
     with pytest.raises((RuntimeError, OSError)) as caught:
-        rollouts(ranks, case)
+        rollouts(case)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -299,37 +304,48 @@ def test_every_sample_is_taken_once_and_none_waits_where_a_rank_is_idle(data: st
     count = data.draw(st.integers(2, 5))
     requests = requests_for([(1, 2 + i) for i in range(data.draw(st.integers(1, 6)))], num_samples=4)
     lines = deal(requests, dict.fromkeys(range(len(requests) // 4)), count)
-    shared: dict[str, int] = {}
-    ranks = [Ranks(index=index, count=count, _local=shared) for index in range(count)]
-    claims = [Claims(SharedCounters(one), lines) for one in ranks]
+    rank_of = partial(ranks.use, count=count, store=HashStore())
+    shares = []
+    for rank in range(count):
+        with rank_of(rank):
+            shares.append(RankShare())
+            shares[rank].wait_in(lines)
     taken: list[list[Request]] = [[] for _ in lines]
     for rank, wanted in data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, 4)), max_size=30)):
         left = len(requests) - sum(map(len, taken))
-        found = claims[rank].take(wanted)
+        with rank_of(rank):
+            found = shares[rank].claim(wanted)
         taken[rank] += found
         assert len(found) == min(wanted, left)
-        assert claims[rank].counters.num_claimed == sum(one not in lines[rank] for one in taken[rank])
-    taken[0] += claims[0].take(len(requests))
+        assert shares[rank].num_claimed == sum(one not in lines[rank] for one in taken[rank])
+    with rank_of(0):
+        taken[0] += shares[0].claim(len(requests))
     assert sorted(map(id, chain(*taken))) == sorted(map(id, requests))
 
 
 def test_a_rank_waits_as_long_as_another_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample finishes meanwhile: a decode step, or a wait for a tool, is enough."""
     now = 0.0
-    monkeypatch.setattr("srtrl.ranks.sharing.time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
-    shared: dict[str, int] = {}
-    busy, idle = (SharedCounters(Ranks(index=index, count=2, timeout_seconds=30, _local=shared)) for index in range(2))
+    monkeypatch.setattr("srtrl.features.sharing.time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+    rank_of = partial(ranks.use, count=2, store=HashStore(), timeout_seconds=30)
+    with rank_of(0):
+        busy = RankShare()
+    with rank_of(1):
+        idle = RankShare()
     for _ in range(4):
         now += 20
-        busy.report_progress()
-        idle.wait_for_others(sleeps=True)
+        with rank_of(0):
+            busy.report_progress()
+        with rank_of(1):
+            idle.wait_for_others(sleeps=True)
     now += 29
-    idle.wait_for_others(sleeps=False)
+    with rank_of(1):
+        idle.wait_for_others(sleeps=False)
     now += 2
     message = (
         "rank 1 of 2 waited for samples of the others for more than 30 seconds in which none of them made progress"
     )
-    with pytest.raises(RankError, match=message):
+    with rank_of(1), pytest.raises(RankError, match=message):
         idle.wait_for_others(sleeps=True)
 
 
@@ -349,7 +365,7 @@ def test_metrics_of_several_engines_are_those_of_one_that_did_it_all() -> None:
     assert metrics["engine/draft_seconds"] == 1.5  # of each
 
 
-def test_metrics_of_a_users_drafter_are_means_or_the_sums_that_it_names() -> None:
+def test_metrics_of_a_users_drafter_are_means_or_the_sums_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """No name decides it: a mean may be called anything."""
 
     class Counting(NoDrafter):
@@ -358,14 +374,11 @@ def test_metrics_of_a_users_drafter_are_means_or_the_sums_that_it_names() -> Non
         def take_metrics(self) -> dict[str, float]:
             return {"engine/my_mean": 3.0, "engine/my_count": 3.0}
 
-    class TwoRanks(Ranks):
-        def gather(self, value: Any, what: str) -> list[Any]:
-            return [value, value]
-
+    monkeypatch.setattr(ranks, "gather", lambda value, what: [value, value])
     engine = Engine(policy(), options(), drafter=Counting())
-    assert not {"engine/my_mean", "engine/my_count"} & set(engine.take_metrics(TwoRanks(count=2)))  # it drafts nothing
+    assert not {"engine/my_mean", "engine/my_count"} & set(engine.take_metrics())  # it drafts nothing
     engine.drafter = type("Drafter", (DrafterBase,), dict(Counting.__dict__))()
-    metrics = engine.take_metrics(TwoRanks(count=2))
+    metrics = engine.take_metrics()
     assert (metrics["engine/my_mean"], metrics["engine/my_count"]) == (6.0, 3.0)
 
 

@@ -19,9 +19,9 @@ from rank_runs import assert_close_runs, train_on_ranks
 from test_promises import SHORT
 from tiny_run import learned_rows, make_recipe, train
 
-from srtrl import build
+from srtrl import build, ranks
 from srtrl.metrics import is_temporary
-from srtrl.ranks.processes import RankError, Ranks
+from srtrl.ranks import RankError
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW
@@ -102,21 +102,21 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
 LOADS = [(build, "load_task"), (build, "build_engine"), (MasterAdamW, "load")]
 
 
-def errors_of_a_start(ranks: Ranks, recipe: Recipe) -> list[str]:
+def errors_of_a_start(recipe: Recipe) -> list[str]:
     """Runs on each rank."""
     found = []
     for module, name in LOADS:
         with pytest.MonkeyPatch.context() as patch:
-            if ranks.index == 1:
+            if ranks.index() == 1:
                 patch.setattr(module, name, no_file)
             with (
                 pytest.raises((ValueError, RankError), match=r".") as caught,
-                Trainer(build.build_parts(recipe, ranks, resume=True)),
+                Trainer(build.build_parts(recipe, resume=True)),
             ):
                 pass
         found.append(str(caught.value))
     with pytest.raises((ValueError, RankError), match=r"--resume continues|already") as caught:
-        build.build_parts(recipe, ranks)  # the folder is there
+        build.build_parts(recipe)  # the folder is there
     return [*found, f"{caught.type.__name__}"]
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
+from srtrl import ranks
 from srtrl.engine.engine import Engine
 from srtrl.features.critic import Critic, values_column
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.transformer import Transformer
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, shard, unshard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
@@ -47,7 +47,6 @@ def arrays_of(name: str, tensors: Sequence[Tensor]) -> Arrays:
 
 
 def learn(
-    ranks: Ranks,
     sharding: str,
     optimizer_of: Callable[[nn.Module], MasterAdamW] = lambda model: build_optimizer(model, **ADAMW),
     dtype: torch.dtype = torch.float32,
@@ -62,12 +61,12 @@ def learn(
         shard(policy)
         shard(reference.requires_grad_(False))
     sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=num_groups)
-    context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
+    context = UpdateContext(recipe=recipe, step=1)
     column = logprobs_column("reference", "ref_logprobs", reference, recipe.rollout.temperature)
     sequences = fill(column, sequences, context)
     found = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     optimizer = optimizer_of(policy)
-    metrics = update(policy, optimizer, sequences, recipe, ranks=ranks)
+    metrics = update(policy, optimizer, sequences, recipe)
     reshard(policy)
     arrays = arrays_of("weights", optimizer.holders(policy)) | dict(zip("abcdefgh", found, strict=False))
     if isinstance(optimizer, RecordingSGD):
@@ -75,7 +74,7 @@ def learn(
     return metrics, arrays
 
 
-def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32) -> Found:
+def learn_values(sharding: str, dtype: torch.dtype = torch.float32) -> Found:
     """PPO: the critic's values, its update, and the policy's."""
     recipe = make_critic_recipe(
         {"mini_batch_prompts": 1},
@@ -90,11 +89,11 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
         shard(model)
         shard(policy)
     critic = Critic(model, build_optimizer(model, **ADAMW), recipe)
-    context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
+    context = UpdateContext(recipe=recipe, step=1)
     sequences = fill(values_column(model), with_random_targets(sequences), context)
     metrics = critic.learn(sequences, context)
     optimizer = build_optimizer(policy, **ADAMW)
-    metrics |= update(policy, optimizer, sequences, recipe, ranks=ranks)
+    metrics |= update(policy, optimizer, sequences, recipe)
     reshard(policy)
     holders = {"critic": critic.optimizer.holders(model), "policy": optimizer.holders(policy)}
     return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
@@ -106,7 +105,7 @@ def lora_of(model: nn.Module) -> MasterAdamW:
     return LoraAdamW(model, section, seed=0, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
 
 
-CASES: dict[str, Callable[[Ranks, str], Found]] = {
+CASES: dict[str, Callable[[str], Found]] = {
     "mini-batches and epochs": partial(learn, train__mini_batch_prompts=1, train__num_epochs=2),
     "gradients, old log-probs computed": partial(learn, optimizer_of=RecordingSGD, algorithm__old_logprobs="recompute"),
     "more ranks than micro-batches": partial(learn, num_groups=1, train__micro_batch_tokens=1000),
@@ -123,10 +122,10 @@ SLOW = {
 """What others have, too: gradients and the critic without sharding, and bfloat16 with it, run by default."""
 
 
-def run_case(ranks: Ranks, name: str, sharding: str) -> Found:
+def run_case(name: str, sharding: str) -> Found:
     """What a case gives; the first one twice, for the same bits."""
-    found = CASES[name](ranks, sharding)
-    assert name != REPEATED or is_same(found, CASES[name](ranks, sharding))
+    found = CASES[name](sharding)
+    assert name != REPEATED or is_same(found, CASES[name](sharding))
     return found
 
 
@@ -147,7 +146,7 @@ def test_ranks_learn_what_one_process_learns(name: str, sharding: str) -> None:
     assert len(list(pack(make_sequences(make_policy()), BUDGET, "cpu"))) % 2, "the ranks have different numbers"
     found, second = run_ranks(2, run_case, name, sharding)
     assert is_same(found, second)
-    metrics, arrays = run_case(ONE_RANK, name, "ddp")
+    metrics, arrays = run_case(name, "ddp")
     assert found[0] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
     for array_name, array in arrays.items():
         np.testing.assert_allclose(found[1][array_name], array, rtol=0, atol=1e-6, err_msg=array_name)
@@ -178,7 +177,7 @@ def decoder_says_nan(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     return [*sequences[:4], replace(sequences[4], rollout_logprobs=broken), *sequences[5:]]
 
 
-def errors_of(ranks: Ranks) -> dict[str, str]:
+def errors_of() -> dict[str, str]:
     """The message of each case's error, on this rank."""
     found = {}
     for flaw in ("memory", "mistake", "nan", "slope", "decoder"):
@@ -189,7 +188,7 @@ def errors_of(ranks: Ranks) -> dict[str, str]:
         recipe = make_recipe(train__micro_batch_tokens=BUDGET, **loss)
         before = [parameter.detach().clone() for parameter in policy.parameters()]
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            update(policy, RecordingSGD(policy), sequences, recipe, step=7, ranks=ranks)
+            update(policy, RecordingSGD(policy), sequences, recipe, step=7)
         found[flaw] = f"{caught.type.__name__}: {caught.value}"
         assert all(map(torch.equal, before, policy.parameters()))
     return found
@@ -224,10 +223,10 @@ def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
 # --- Sharded weights, and the decoder ---------------------------------------------------------------------------------
 
 
-def decode_and_learn(ranks: Ranks, dtype: torch.dtype) -> None:
+def decode_and_learn(dtype: torch.dtype) -> None:
     """Runs on each rank; they take different numbers of decode steps."""
     recipe = make_recipe(train__sharding="fsdp2", train__micro_batch_tokens=BUDGET)
-    requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index :]
+    requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index() :]
     policy, plain = tiny_policy(dtype), tiny_policy(dtype)
     sequences = make_sequences(plain)
     shard(policy)
@@ -241,7 +240,7 @@ def decode_and_learn(ranks: Ranks, dtype: torch.dtype) -> None:
         assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
         reshard(policy)
         assert all(isinstance(one, DTensor) for one in policy.parameters())
-        update(policy, optimizer, sequences, recipe, step=step, ranks=ranks)
+        update(policy, optimizer, sequences, recipe, step=step)
         unshard(policy)
         assert not torch.equal(policy.embedding, plain.embedding)
         with torch.no_grad():

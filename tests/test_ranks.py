@@ -11,11 +11,11 @@ from rank_cases import FORKED, RankPool, free_port, run_ranks
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from srtrl.ranks.processes import (
+from srtrl import ranks
+from srtrl.ranks import (
     FIRST_REPORTER,
     REPORTED_BY_OTHER,
     RankError,
-    Ranks,
     note_reporter,
     notes_of,
     open_ranks,
@@ -25,32 +25,29 @@ from srtrl.ranks.processes import (
 pytestmark = FORKED
 
 
-def exchange(ranks: Ranks) -> dict[str, Any]:
+def exchange() -> dict[str, Any]:
     """Values, sums, counters and errors between all ranks."""
-    tensors = [torch.full((3,), 1.0 + ranks.index), torch.full((2, 2), 10.0), torch.ones(1, dtype=torch.float64)]
+    tensors = [torch.full((3,), 1.0 + ranks.index()), torch.full((2, 2), 10.0), torch.ones(1, dtype=torch.float64)]
     ranks.sum(tensors, "tensors")
     claimed = []
     while (number := ranks.add("next")) < 20:
         claimed.append(number)
         time.sleep(0.001)
-    with ranks.synchronized("work") as shared:
-        shared.append(str(ranks.index))
     return {
-        "identity": (ranks.index, ranks.count),
-        "squares": ranks.gather(ranks.index**2, "squares"),
+        "identity": (ranks.index(), ranks.count()),
+        "squares": ranks.gather(ranks.index() ** 2, "squares"),
         "sums": [float(tensor.sum()) for tensor in tensors],
         "claimed": claimed,
-        "shared": shared,
-        "choice": ranks.on_main(lambda: f"from {ranks.index}", "a choice"),
-        "errors": [error_of(ranks, failing) for failing in range(2 if ranks.count > 1 else 0)],
+        "choice": ranks.on_main(lambda: f"from {ranks.index()}", "a choice"),
+        "errors": [error_of(failing) for failing in range(2 if ranks.count() > 1 else 0)],
     }
 
 
-def error_of(ranks: Ranks, failing: int) -> str:
+def error_of(failing: int) -> str:
     """The error that this rank has where rank `failing` cannot work."""
     try:
         with ranks.synchronized("work"):
-            if ranks.index == failing:
+            if ranks.index() == failing:
                 raise OSError(28, "No space left on device")
     except (OSError, RankError) as error:
         return f"{type(error).__name__}: {error}"
@@ -59,13 +56,13 @@ def error_of(ranks: Ranks, failing: int) -> str:
 
 @pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_ranks_know_the_same_and_an_error_of_one_ends_all(count: int) -> None:
-    results = run_ranks(count, exchange) if count > 1 else [exchange(Ranks())]
+    with ranks.use(store=HashStore()):
+        results = run_ranks(count, exchange) if count > 1 else [exchange()]
     full = "[Errno 28] No space left on device"
     for index, result in enumerate(results):
         assert result["identity"] == (index, count)
         assert result["squares"] == [rank**2 for rank in range(count)]
         assert result["sums"] == [3 * count * (count + 1) / 2, 40.0 * count, float(count)]
-        assert result["shared"] == [str(rank) for rank in range(count)]
         assert result["choice"] == "from 0"
         for failing, error in enumerate(result["errors"]):
             expected = f"OSError: {full}" if failing == index else f"RankError: rank {failing} of {count}: {full}"
@@ -73,11 +70,11 @@ def test_all_ranks_know_the_same_and_an_error_of_one_ends_all(count: int) -> Non
     assert sorted(number for result in results for number in result["claimed"]) == list(range(20))
 
 
-def fail(ranks: Ranks) -> None:
+def fail() -> None:
     raise FloatingPointError("the loss is nan")
 
 
-def hang(ranks: Ranks) -> None:
+def hang() -> None:
     while True:
         time.sleep(1)
 
@@ -93,10 +90,11 @@ def test_what_fails_or_hangs_on_ranks_fails_the_test() -> None:
 
 def test_an_error_that_several_ranks_have_is_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for message, num_told in (("no file \udcff", 1), ("rank {} has no disk", 3)):
-        counters: dict[str, int] = {}
+        store = HashStore()
         errors = [OSError(message.format(rank)) for rank in range(3)]
         for rank, error in enumerate(errors):
-            note_reporter(error, Ranks(index=rank, count=3, _local=counters))
+            with ranks.use(rank, 3, store):
+                note_reporter(error)
         assert sum(FIRST_REPORTER in notes_of(error) for error in errors) == num_told
         assert sum(REPORTED_BY_OTHER in notes_of(error) for error in errors) == 3 - num_told
     plain, told, own = ValueError("not connected yet"), ValueError("by another"), ValueError("of this rank")
@@ -114,10 +112,10 @@ def test_an_error_of_a_wait_is_told_from_a_users() -> None:
         ("Application timeout caused pair closure", f"{late} (SRTRL_RANK_TIMEOUT)"),
         ("[.../gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:26026.", "has ended"),
     ):
-        with pytest.raises(RankError) as caught, Ranks().waiting("them"):
+        with pytest.raises(RankError) as caught, ranks.waiting("them"):
             raise RuntimeError(reason)
         assert str(caught.value) == f"{waited} {what}; see its own message"
-    with pytest.raises(RuntimeError, match=r"^ours$"), Ranks().waiting("them"):
+    with pytest.raises(RuntimeError, match=r"^ours$"), ranks.waiting("them"):
         raise RuntimeError("ours")
 
 
@@ -154,9 +152,10 @@ def test_connections_are_aborted_after_an_error(rank_1_of_2: pytest.MonkeyPatch,
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with open_ranks() as ranks:
-        assert (ranks.index, ranks.count, ranks.is_main) == (0, 1, True)
+    with open_ranks():
+        assert (ranks.index(), ranks.count(), ranks.is_main()) == (0, 1, True)
         assert ranks.gather("a", "it") == ["a"]
+    with ranks.use(store=HashStore()):
         assert [ranks.add("a"), ranks.add("a", 5), ranks.add("a")] == [0, 1, 6]
         assert [ranks.new_scope("rollout"), ranks.new_scope("rollout")] == ["rollout 1", "rollout 2"]
     monkeypatch.setenv("WORLD_SIZE", "two")

@@ -15,14 +15,12 @@ from rank_cases import FORKED, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from srtrl import build
+from srtrl import build, ranks
 from srtrl.model.weights import load_model, load_tokenizer
-from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
 from srtrl.trainer.passes import UpdateContext
-from srtrl.warm_start import training as warm_start
 from srtrl.warm_start.training import (
     SupervisedLearner,
     run_warm_start,
@@ -183,10 +181,10 @@ def test_a_model_is_tuned_with_its_own_tokenizer_and_saved_as_its_float32_master
 # --- Several ranks ----------------------------------------------------------------------------------------------------
 
 
-def warm_start_rank(ranks: Ranks, recipe: Recipe) -> list[float]:
+def warm_start_rank(recipe: Recipe) -> list[float]:
     """Losses of a run on each rank, whose connection the warm start finds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_start, "open_ranks", lambda: nullcontext(ranks))
+        patch.setattr(ranks, "open_ranks", nullcontext)
         return run_warm_start(recipe).losses
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW
@@ -118,10 +117,9 @@ def update(
     recipe: Recipe,
     *,
     step: int = 1,
-    ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
     """The policy's update, as the trainer calls it."""
-    context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
+    context = UpdateContext(recipe=recipe, step=step)
     if recipe.algorithm.old_logprobs == "recompute":
         column = logprobs_column("old_logprobs", "old_logprobs", policy, recipe.rollout.temperature)
         sequences = fill(column, sequences, context)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
+from srtrl import ranks
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_head import DraftHead
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
@@ -28,7 +29,6 @@ from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verif
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.types import Completion, FinishReason, Purpose, Request, SamplingParams, sampled_indices
 
 __all__ = ["Engine", "EngineOptions"]
@@ -283,17 +283,17 @@ class Engine:
             self.runner.weights_changed()
             self.policy_version += 1
 
-    def take_metrics(self, ranks: Ranks = ONE_RANK) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter.
 
-        `ranks`: those whose engines work together; called on all of them, it gives the metrics of the whole run.
+        Called on all ranks, whose engines work together: these are the metrics of all of them.
         """
         stats, self.stats = self.stats, EngineStats()
         stats.num_slots, stats.num_pages = self.options.slots, self.pool.num_pages
         stats.num_preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
         shared = ranks.gather((stats, self.drafter.take_metrics()), "the engine's metrics")
         total = add_stats([stats for stats, _ in shared])
-        metrics = total.metrics(ranks.count)
+        metrics = total.metrics(ranks.count())
         if self.is_off:
             return metrics
         metrics["engine/cache_hit_rate"] = total.num_known_draws / max(total.num_draws, 1)

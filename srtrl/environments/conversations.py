@@ -23,12 +23,12 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from srtrl import ranks
 from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, digest_of, key_of
 from srtrl.environments.samples import Answer, OpenSample, PendingTurn, Segments
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, start_thread, warn_once
@@ -289,7 +289,7 @@ class Conversations:
         self._pending.clear()
         self._record.close()
 
-    def check_not_all_raised(self, where: str, ranks: Ranks = ONE_RANK) -> None:
+    def check_not_all_raised(self, where: str) -> None:
         """Stop where the environments of all samples of a step, on all ranks, have raised.
 
         The record of the step is deleted then, so that a resumed run calls the environment again.

@@ -39,16 +39,16 @@ def command(
     from srtrl.evaluation import run
     from srtrl.evaluation.suite import open_suite
     from srtrl.metrics import check_output
-    from srtrl.ranks.processes import open_ranks
+    from srtrl.ranks import open_ranks
 
     if suite is None and (only or data_dir):
         raise ValueError("--only and --data-dir belong to --suite NAME, which is missing")
     if suite is not None and task is not None:
         raise ValueError("--task and --suite: choose one")
     check_output("--output", output, None, force=force)
-    with open_ranks() as ranks:
+    with open_ranks():
         opened = None if suite is None else open_suite(suite, only=only, data_dir=data_dir)
         model, recipes = run.find_recipes(
             model_or_run, overrides or (), recipe=recipe, task=task, suite=opened, step=step
         )
-        run.evaluate(model, recipes, suite=suite, output=output, as_json=as_json, ranks=ranks)
+        run.evaluate(model, recipes, suite=suite, output=output, as_json=as_json)

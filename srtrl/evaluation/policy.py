@@ -15,7 +15,6 @@ from pathlib import Path
 
 from srtrl import build
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
@@ -73,11 +72,11 @@ def run_evals(
     recipes: Mapping[str, Recipe],
     *,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
-    ranks: Ranks = ONE_RANK,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on the task of each recipe, with one decoder; an outcome as soon as it is there.
 
-    All problems are loaded before the weights, so that a mistake in the last recipe is reported at once.
+    All problems are loaded before the weights, so that a mistake in the last recipe is reported at once. The ranks
+    share the samples; each of them has all outcomes.
 
     Args:
         model: Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint. `recipe.model.path` is not read;
@@ -86,7 +85,6 @@ def run_evals(
             decoder.
         on_progress: Called after each completion, with the name, the number of completions so far and of those that are
             requested.
-        ranks: Share the samples; each of them has all outcomes.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -118,7 +116,7 @@ def run_evals(
                 tokenizer=tokenizer,
                 end_ids=end_ids,
                 conversations=conversations,
-                ranks=ranks,
+                share=build.choose_share(),
             )
             groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))
         yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from srtrl import ranks
 from srtrl.checks import build_checked
 from srtrl.evaluation import tables
 from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.evaluation.suite import Suite, bare_source, suite_recipe
-from srtrl.ranks.processes import Ranks
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.metrics import describe_held_out
@@ -59,7 +59,7 @@ def find_recipes(
 
 
 def evaluate(
-    model: str, recipes: Mapping[str, Recipe], *, suite: str | None, output: Path | None, as_json: bool, ranks: Ranks
+    model: str, recipes: Mapping[str, Recipe], *, suite: str | None, output: Path | None, as_json: bool
 ) -> None:
     """Evaluate a policy on all ranks and print its figures; the rows of each recipe are written when it is done.
 
@@ -67,20 +67,20 @@ def evaluate(
         ValueError: the data or the model cannot be used.
     """
     outcomes: list[EvalOutcome] = []
-    progress = RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main))
+    progress = RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main()))
     with progress, reporting_compilation(progress.compiling):
-        for outcome in run_evals(model, recipes, on_progress=progress.stage, ranks=ranks):
-            if output is not None and ranks.is_main:
+        for outcome in run_evals(model, recipes, on_progress=progress.stage):
+            if output is not None and ranks.is_main():
                 tables.write_rows(output, outcome, is_first=not outcomes)
             outcomes.append(outcome)
             if len(recipes) > 1:
                 progress.step(len(outcomes), f"{outcome.name}: {describe_held_out(outcome.metrics)}")
-    if ranks.is_main and as_json:
+    if ranks.is_main() and as_json:
         records = [tables.eval_record(outcome) for outcome in outcomes]
         if suite is None:
             print(json.dumps({"model": model, **records[0]}))
             return
         macro = asdict(tables.macro_estimate(outcomes))
         print(json.dumps({"model": model, "suite": suite, "benchmarks": records, "macro_average": macro}))
-    elif ranks.is_main:
+    elif ranks.is_main():
         Console().print(tables.eval_table(model if suite is None else f"{model}: suite {suite}", outcomes))

@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from srtrl import ranks
 from srtrl.features.rounds import RoundsSampler, prefix_of, truncated
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.trainer.sampling import Collected
@@ -102,16 +103,16 @@ class PartialDraws(FixedDraws):
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; ends the samples that have reached the last tick first."""
-        self._read_ticks(collector, collector.counters.read("ended"))
+        self._read_ticks(collector, collector.share.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
                 self._completions[data_order(completion.request)] = completion, collector.give_up(completion)
-                collector.counters.add("finished")
+                collector.share.add("finished")
         yield from super().requests(engine, collector)
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; of the complete draws. Sets `carried`."""
-        self._read_ticks(collector, collector.counters.add("ended", 0))
+        self._read_ticks(collector, collector.share.add("ended", 0))
         last = self._last_tick
         assert last is not None, "the rollout has not ended"
         complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
@@ -122,23 +123,23 @@ class PartialDraws(FixedDraws):
                 is_finished, new = self._ticks[draw].get(sample, last + 1) <= last, completion.newly_sampled
                 reason, stop = (completion.finish_reason, None) if is_finished else (None, [*new, None][last])
                 carried[draw, sample] = prefix_of(completion, reason, stop, answers)
-        for part in collector.ranks.gather(carried, "the samples that are carried over"):
+        for part in ranks.gather(carried, "the samples that are carried over"):
             self.carried |= part
-        return collector.take(complete, collector.ranks)
+        return collector.take(complete)
 
     def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
         """See `Draws`: lets all ranks know the sample's tick."""
         key = data_order(completion.request)
         self._completions[key] = completion, conversation.answers if conversation else {}
-        number = collector.counters.add("ended")
+        number = collector.share.add("ended")
         tick = len(completion.newly_sampled)
         place = (key[0] - self.draws[0][0]) * collector.num_samples + key[1]
-        collector.counters.add(f"ended {number}", 1 + (tick << 32) + place)
+        collector.share.add(f"ended {number}", 1 + (tick << 32) + place)
 
     def _read_ticks(self, collector: Collector, num_ended: int) -> None:
         """Read what was published since the last call, and compute the last tick anew."""
         first = self._num_read
-        while self._num_read < num_ended and (value := collector.counters.add(f"ended {self._num_read}", 0)):
+        while self._num_read < num_ended and (value := collector.share.add(f"ended {self._num_read}", 0)):
             draw, sample = divmod((value - 1) & 0xFFFFFFFF, collector.num_samples)
             self._ticks[self.draws[0][0] + draw][sample] = (value - 1) >> 32
             self._num_read += 1

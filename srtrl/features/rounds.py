@@ -81,7 +81,7 @@ class RoundsSampler(Sampler):
             kept = kept + groups_to_learn_from(found, recipe.algorithm)
             if not recipe.rollout.dynamic_sampling or len(kept) >= self.num_wanted or new.stop == end:
                 break
-            collector = replace(collector, earlier_rounds=collector.counters)
+            collector = replace(collector)
         groups, kept = (sorted(some, key=lambda group: group.draw_index) for some in (groups, kept))
         return Collected(groups, kept, collector)
 

@@ -35,7 +35,7 @@ class SpecRlSampler(RoundsSampler):
         requests = [request for request in collector.requests(draws) if self._key(request) in self.earlier]
         offered = [self.earlier[self._key(request)] for request in requests]
         with collector.timer.stage("acceptance"):
-            context = UpdateContext(recipe=self.context.recipe, step=step, ranks=self.context.ranks)
+            context = UpdateContext(recipe=self.context.recipe, step=step)
             collector.prefixes = accept_prefixes(requests, offered, engine.runner.model, context)
         self._num_offered += sum(len(prefix.sampled) for prefix in offered)
         self._num_accepted += sum(len(prefix.sampled) for prefix in collector.prefixes.values())

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from srtrl import ranks
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string, decode
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
-from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
+from srtrl.rollout.share import Share
 from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     Raises:
         ValueError: A request that the engine can never serve (see `Engine.check_request`).
     """
-    counters, collector.on_end = collector.counters, partial(draws.ended, collector)
-    with collector.timer.stage("rollout"), counters.synchronized(), engine.rollout(collector.purpose):
+    share, collector.on_end = collector.share, partial(draws.ended, collector)
+    with collector.timer.stage("rollout"), share.rollout(), engine.rollout(collector.purpose):
         while True:
             collector.take_answers(engine)
             for request in draws.requests(engine, collector):
@@ -90,22 +90,21 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
                 if draws.undecided or collector.num_pending:
                     collector.wait(draws.undecided)
                     continue
-                if draws.are_over(collector) or counters.has_failed:
+                if draws.are_over(collector) or not share.wait_for_others(sleeps=not engine.has_run_aheads):
                     break
-                counters.wait_for_others(sleeps=not engine.has_run_aheads)
                 if not engine.has_run_aheads:
                     continue
             started = time.monotonic()
             for completion in engine.step():
                 collector.receive(completion)
             if is_busy:
-                counters.count_busy(time.monotonic() - started)
+                share.report_progress(time.monotonic() - started)
     with collector.timer.stage("grading"):
         return collector.exchange(engine, draws.rollouts(collector))
 
 
 class FixedDraws(Draws):
-    """Draws that are all opened at once. Several ranks share their samples (see ranks/sharing.py)."""
+    """Draws that are all opened at once."""
 
     def __init__(self, draws: Sequence[tuple[int, Prompt]], *, run_ahead: Sequence[Request] = ()) -> None:
         """All ranks make the same.
@@ -117,41 +116,31 @@ class FixedDraws(Draws):
         """
         self.draws = sorted(draws, key=lambda draw: draw[0])
         self.run_ahead = run_ahead
-        self._claims: Claims | None = None
+        self._are_open = False
         assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
-        """See `Draws`; with several ranks samples are claimed for free slots."""
-        if self._claims is None:
+        """See `Draws`."""
+        if not self._are_open:
+            self._are_open = True
             opened = [request for draw in self.draws for request in collector.open(*draw)]
             requests = [request for request in opened if not request.is_whole]
             whole = [request for request in opened if request.is_whole]
-            for request in whole[collector.ranks.index :: collector.ranks.count]:
+            for request in whole[ranks.index() :: ranks.count()]:
                 completion = whole_completion(request, engine.policy_version)
                 engine.drafter.learn([completion])
                 collector.receive(completion)
-            lines, num_first = [requests], len(requests)
-            if collector.ranks.count > 1:
-                lines, num_first = self._deal(engine, collector, requests), engine.options.slots
-            self._claims = Claims(collector.counters, [line[num_first:] for line in lines])
-            yield from lines[collector.ranks.index][:num_first]
-            yield from round_robin(self.run_ahead, collector.ranks)
-        yield from self._claims.take(engine.num_free_slots)
+            yield from collector.share.deal(engine, requests)
+            yield from collector.share.run_aheads(self.run_ahead)
+        yield from collector.share.claim(engine.num_free_slots)
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`."""
-        return collector.counters.read("finished") == len(self.draws) * collector.num_samples
+        return collector.share.read("finished") == len(self.draws) * collector.num_samples
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; `batched` rewards see all samples at once."""
-        return collector.take([draw_index for draw_index, _ in self.draws], collector.ranks)
-
-    def _deal(self, engine: Engine, collector: Collector, requests: Sequence[Request]) -> list[list[Request]]:
-        """The samples of each rank, by the lengths that rank 0 expects: all ranks must agree."""
-        scouts = {request.draw_index: request for request in requests} if collector.ranks.is_main else {}
-        expected = {draw: engine.drafter.expected_tokens(scout) for draw, scout in scouts.items()}
-        expected, *_ = collector.ranks.gather(expected, "the expected lengths")
-        return deal(requests, expected, collector.ranks.count)
+        return collector.take([draw_index for draw_index, _ in self.draws])
 
 
 def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
@@ -162,7 +151,7 @@ def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
 
 @dataclass(slots=True)
 class Collector:
-    """Settings of a rollout, and its samples between request and grade."""
+    """Settings of a rollout, and its samples between request and grade; all ranks make the same in the same order."""
 
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
@@ -182,22 +171,15 @@ class Collector:
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
-    ranks: Ranks = field(default_factory=Ranks)
-    """All make the same collectors in the same order."""
-    earlier_rounds: SharedCounters | None = None
-    """Of the same step; what they have measured counts."""
+    share: Share = field(default_factory=Share)
+    """What this process takes of the rollout; its counter `finished` counts samples."""
     prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
     on_end: OnEnd = field(default=lambda *_: None, init=False)
     """Of the draws that are collected."""
-    counters: SharedCounters = field(init=False)
-    """Of this rollout; `finished` counts samples."""
     num_total: int = field(default=0, init=False)
     """Samples that are requested, as far as this rank knows."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self.counters = SharedCounters(self.ranks, self.earlier_rounds)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """One request per sample, sorted by (draw, sample); the engine chooses its own admission order."""
@@ -282,7 +264,7 @@ class Collector:
             num_turns=conversation.num_turns if conversation else 1,
         )
         draw.samples[request.sample_index] = _Sample(ticket, completion, text, conversation)
-        num_done = self.counters.add("finished") + 1
+        num_done = self.share.add("finished") + 1
         self.on_progress(num_done, max(num_done, self.num_total))
 
     @property
@@ -299,7 +281,7 @@ class Collector:
         """Wait until one more sample of these draws is graded, or an environment answers or is late."""
         open_samples = chain.from_iterable(self._draws[draw_index].samples.values() for draw_index in draw_indices)
         tickets = [sample.ticket for sample in open_samples]
-        self.counters.report_progress()
+        self.share.report_progress()
         if self.conversations is None or not self.conversations.num_pending:
             with self.timer.stage("grading"):
                 self.grader.wait_any(tickets)
@@ -307,16 +289,17 @@ class Collector:
             with self.timer.stage("tools"):
                 self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
 
-    def take(self, draw_indices: Sequence[int], ranks: Ranks = ONE_RANK) -> list[Rollout]:
+    def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:
         """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.
 
-        `ranks`: those that have samples of the same draws; called on all of them.
+        `are_shared`: other ranks have samples of these draws too; called on all of them.
         """
         draws = {draw_index: self._draws.pop(draw_index) for draw_index in draw_indices}
         samples = {
             (number, index): sample for number, draw in draws.items() for index, sample in sorted(draw.samples.items())
         }
-        grades = self.grader.collect_on_ranks([sample.ticket for sample in samples.values()], list(samples), ranks)
+        tickets = [sample.ticket for sample in samples.values()]
+        grades = self.grader.collect_on_ranks(tickets, list(samples)) if are_shared else self.grader.collect(tickets)
         return [
             Rollout(
                 prompt=draws[draw_index].prompt,
@@ -336,32 +319,14 @@ class Collector:
         ]
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
-        """The groups of all ranks, in data order; this rank's drafter learns what it did not decode itself."""
-        shared = self.ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
-        del shared[self.ranks.index]
-        others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
-        prompts = {rollout.draw_index: rollout.prompt for rollout in others}
-        requests = {(r.draw_index, r.sample_index): r for r in self.requests(list(prompts.items()))}
-        completions = [
-            Completion(
-                request=requests[data_order(rollout)],
-                token_ids=rollout.token_ids.tolist(),
-                rollout_logprobs=rollout.rollout_logprobs.tolist(),
-                finish_reason=rollout.finish_reason,
-                policy_version=rollout.policy_version,
-                extensions=rollout.extensions,
-            )
-            for rollout in others
-        ]
-        engine.drafter.learn(completions)
-        for _, texts in shared:
-            engine.drafter.learn_run_aheads(texts)
+        """The groups of all ranks, in data order."""
+        others = self.share.exchange(engine, rollouts, self.requests)
         groups = groupby(sorted([*rollouts, *others], key=data_order), key=lambda rollout: rollout.draw_index)
         return [_group(list(samples), self.num_samples) for _, samples in groups]
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
         """Metrics of the engines of all ranks, of this rollout."""
-        return engine.take_metrics(self.ranks) | self.counters.metrics()
+        return engine.take_metrics() | self.share.take_metrics()
 
 
 class _Sample(NamedTuple):

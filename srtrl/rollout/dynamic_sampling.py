@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
-from srtrl.ranks.sharing import round_robin
+from srtrl import ranks
 from srtrl.rollout.collect import Draws
 from srtrl.types import Prompt, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
-    from srtrl.ranks.processes import Ranks
     from srtrl.rollout.collect import Collector
 
 
@@ -65,11 +64,11 @@ class DrawsUntilFull(Draws):
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; decides the graded draws first."""
         for draw in [draw for draw in self.undecided if collector.is_graded(draw)]:
-            rollouts = collector.take([draw])
+            rollouts = collector.take([draw], are_shared=False)
             self.undecided.remove(draw)
             self._rollouts += rollouts
             is_kept = self.keeps(RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw, rollouts=rollouts))
-            collector.counters.add("kept" if is_kept else "dropped")
+            collector.share.add("kept" if is_kept else "dropped")
             if is_kept:
                 self._kept.add(draw)
         opened: list[int] = []
@@ -79,33 +78,33 @@ class DrawsUntilFull(Draws):
             yield from collector.open(draw_index, self.prompt_of(draw_index))
             collector.num_total = (draw_index - self.first_draw + 1) * collector.num_samples
         if opened:
-            yield from round_robin(self.run_ahead(range(opened[0], opened[-1] + 1)), collector.ranks)
+            yield from collector.share.run_aheads(self.run_ahead(range(opened[0], opened[-1] + 1)))
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`; whether all draws that the batch needs are decided."""
-        num_dropped = collector.counters.read("dropped")
-        return collector.counters.read("kept") + num_dropped >= self._limit(num_dropped)
+        num_dropped = collector.share.read("dropped")
+        return collector.share.read("kept") + num_dropped >= self._limit(num_dropped)
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`."""
         assert not self.undecided, f"draws {self.undecided} were never decided"
         return self._rollouts
 
-    def kept_groups(self, groups: list[RolloutGroup], ranks: Ranks) -> list[RolloutGroup]:
+    def kept_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Of the groups of all draws those that are kept; called on all ranks."""
         kept = set[int]().union(*ranks.gather(self._kept, "the kept groups"))
         return [group for group in groups if group.draw_index in kept]
 
     def _has_room(self, engine: Engine, collector: Collector) -> bool:
         """Whether one more draw may be this rank's; with several ranks: up to its share, and when it has a slot."""
-        max_open = -(-self.num_prompts // collector.ranks.count)
-        return collector.ranks.count == 1 or (len(self.undecided) < max_open and engine.num_free_slots > 0)
+        max_open = -(-self.num_prompts // ranks.count())
+        return ranks.count() == 1 or (len(self.undecided) < max_open and engine.num_free_slots > 0)
 
     def _take_next(self, collector: Collector) -> int | None:
         """This rank's next draw, if it may be opened now."""
         if self._next is None:
-            self._next = collector.counters.add("draws")
-        if self._next >= self._limit(collector.counters.read("dropped")):
+            self._next = collector.share.add("draws")
+        if self._next >= self._limit(collector.share.read("dropped")):
             return None
         number, self._next = self._next, None
         return self.first_draw + number

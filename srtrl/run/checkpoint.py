@@ -30,10 +30,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from srtrl import ranks
 from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
 from srtrl.model.files import weight_files
 from srtrl.model.weights import find_adapter, locate, save_model
-from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -253,7 +253,6 @@ def save_checkpoint(
     tensors: Mapping[str, Mapping[str, Tensor]],
     parts: Sequence[Part],
     keep: int,
-    ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
 
@@ -266,22 +265,21 @@ def save_checkpoint(
         tensors: By the name of their folder: the state of each optimizer, and what else the ranks share.
         parts: All else, the policy among them (`PolicyFiles`).
         keep: Number of checkpoints that stay.
-        ranks: The processes of the run.
 
     Raises:
         OSError: the disk is full or refuses, on any rank; earlier checkpoints are untouched.
         ValueError: a rank does not see what another one writes.
     """
     final = folder / checkpoint_name(state.step)
-    with _new_folder(final, ranks) as temporary:
+    with _new_folder(final) as temporary:
         for name, shared in tensors.items():
-            _save_tensors(shared, temporary / name, ranks)
-        if ranks.is_main:
+            _save_tensors(shared, temporary / name)
+        if ranks.is_main():
             for part in parts:
                 part.save(temporary)
             write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
             _write_manifest(temporary, folder.parent / "metrics.jsonl")
-    if ranks.is_main:
+    if ranks.is_main():
         for old in list_checkpoints(folder)[:-keep]:
             delete(old)
     return final
@@ -294,7 +292,7 @@ def _write_manifest(folder: Path, log: Path) -> None:
 
 
 @contextmanager
-def _new_folder(final: Path, ranks: Ranks) -> Iterator[Path]:
+def _new_folder(final: Path) -> Iterator[Path]:
     """`metrics.new_folder` for all ranks, which write into one folder; `final` is there when all have written."""
     with ExitStack() as stack:
         made = ranks.on_main(lambda: stack.enter_context(new_folder(final)), f"making a folder beside {final}")
@@ -307,7 +305,7 @@ def _new_folder(final: Path, ranks: Ranks) -> Iterator[Path]:
         ranks.on_main(stack.close, f"renaming {final}")
 
 
-def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
+def _save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors: each rank its parts, and a share of those that all have; OSError on all ranks if one has it."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save

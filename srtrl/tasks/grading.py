@@ -20,7 +20,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, Self
 
-from srtrl.ranks.processes import Ranks
+from srtrl import ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import TaskBase
@@ -265,9 +265,7 @@ class Grader:
         self.wait_any([ticket])
         return ticket.verdict.result()
 
-    def collect_on_ranks(
-        self, tickets: Sequence[GradeTicket], keys: Sequence[tuple[int, int]], ranks: Ranks
-    ) -> list[Grade]:
+    def collect_on_ranks(self, tickets: Sequence[GradeTicket], keys: Sequence[tuple[int, int]]) -> list[Grade]:
         """As `collect`, where other ranks have other tickets of the same rollout; called on all ranks.
 
         Where a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the

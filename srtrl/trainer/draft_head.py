@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from srtrl import ranks
 from srtrl.drafters.draft_head import DraftHead, length_of
 from srtrl.model.logprobs import chunk_tokens
 from srtrl.model.transformer import Transformer
-from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import load_tensors
@@ -96,7 +96,7 @@ class DraftHeadLearner:
         embedded = self.head.embed(packed.target_ids[rows])
         self._texts.append(Texts(hidden, places, embedded, targets.softmax(-1), target_ids))
 
-    def after_mini_batch(self, ranks: Ranks, place: str) -> None:
+    def after_mini_batch(self, place: str) -> None:
         """`NUM_STEPS` steps of the head's AdamW; all ranks call it, and take the same ones. `place` names them."""
         texts = Texts(*map(torch.cat, zip(*self._texts, strict=True))) if self._texts else None
         self._texts = []
@@ -109,7 +109,7 @@ class DraftHeadLearner:
                 loss = self.loss(texts, rows)
                 loss.backward()  # type: ignore[no-untyped-call]
                 sums += torch.stack((loss.detach().double(), sums.new_tensor(len(rows))))
-            sum_gradients(self.head, holders, ranks)
+            sum_gradients(self.head, holders)
             ranks.sum([sums], f"the loss of the draft head, {place}")
             gradients = [holder.grad for holder in holders if holder.grad is not None]
             if len(gradients) == len(holders):

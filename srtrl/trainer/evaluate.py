@@ -65,7 +65,7 @@ def evaluate(
     draws = list(enumerate(map(context.started, prompts)))
     groups = collect_rollouts(context.engine, collector, FixedDraws(draws))
     if context.conversations is not None:
-        context.conversations.check_not_all_raised("evaluation", context.ranks)
+        context.conversations.check_not_all_raised("evaluation")
     seconds = sum(timer.take().values())
     collector.engine_metrics(context.engine)  # of evaluation: the next training step must not report them
     return groups, eval_metrics(groups, seconds, context.grader.outcomes)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
-from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import UpdatePlan
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import OPTIMIZER
@@ -38,7 +37,7 @@ class PassObserver(Protocol):
     def see(self, hidden: Tensor, packed: PackedBatch) -> None:
         """A forward pass: the final hidden states [R, D] of the response tokens of a micro-batch."""
 
-    def after_mini_batch(self, ranks: Ranks, place: str) -> None:
+    def after_mini_batch(self, place: str) -> None:
         """The passes of a mini-batch are done, on all ranks; `place` names it in errors."""
 
     def end_update(self, sequences: Sequence[TrainSequence], place: str) -> dict[str, float]:
@@ -154,16 +153,16 @@ class Learner:
                 self.before_step(computed, context, place)
                 losses.append(_finite(loss, f"{place}: the loss ({self.loss_name})"))
                 learning_rate = learning_rate_at(self.updates, context.step, number)
-                grad_norms.append(self._step(learning_rate, context, place))
+                grad_norms.append(self._step(learning_rate, place))
         means = {"loss": float(np.mean(losses)), **token_means(sums, num_tokens)}
         means |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate}
         means |= self.after_update(sequences, context)
         return {f"{self.prefix}{name}": value for name, value in means.items()}
 
-    def _step(self, learning_rate: float, context: UpdateContext, place: str) -> float:
+    def _step(self, learning_rate: float, place: str) -> float:
         """Sum the gradients over the ranks, clip their norm, and move the weights; returns the norm."""
         holders = self.optimizer.holders(self.model)
-        sum_gradients(self.model, holders, context.ranks)
+        sum_gradients(self.model, holders)
         clipped = torch.nn.utils.clip_grad_norm_(holders, self.updates.max_grad_norm)
         norm = _finite(clipped, f"{place}: the gradient norm")
         for group in self.optimizer.param_groups:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl import ranks
 from srtrl.algorithms.losses import truncated_weights
 from srtrl.algorithms.reductions import k3
 from srtrl.model.attention import PackedPlan
@@ -155,11 +156,11 @@ class PolicyLearner(Learner):
         if not self.difference:
             mine = {first: logprobs.float().cpu().numpy() for first, logprobs in self._first_logprobs.items()}
             self._first_logprobs = {}
-            logprobs = np.concatenate(context.ranks.join(mine, f"the log-probs of {place}"))
+            logprobs = np.concatenate(ranks.join(mine, f"the log-probs of {place}"))
             limit = context.recipe.train.max_logprob_difference
             self.difference = logprob_difference(sequences, logprobs, limit=limit, where=place)
         for observer in self.observers:
-            observer.after_mini_batch(context.ranks, place)
+            observer.after_mini_batch(place)
 
     def needs_pass(self, sequence: TrainSequence) -> bool:
         """Whether a pass over a sequence can give a gradient.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from srtrl.ranks.processes import Ranks
+from srtrl import ranks
 from srtrl.ranks.sharding import is_sharded
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
@@ -27,13 +27,11 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class UpdateContext:
-    """The context of all passes of a training step."""
+    """The context of all passes of a training step: the same on all ranks, which share them."""
 
     recipe: Recipe
     step: int
     """Number of the training step, from 1: names it in errors, and places it on the learning rate's schedule."""
-    ranks: Ranks = field(default_factory=Ranks)
-    """Processes that share the passes: all make the same calls with the same arguments, and get the same results."""
 
 
 @dataclass(slots=True)
@@ -64,20 +62,20 @@ def shared_passes(
         ValueError, RuntimeError, torch.OutOfMemoryError: raised in the block of any rank; on all ranks. With a sharded
             model the others are then in the middle of a pass, and learn only that the rank has ended (`RankError`).
     """
-    ranks, equal_passes = context.ranks, is_sharded(model)
+    equal_passes = is_sharded(model)
     with ranks.waiting(what) if equal_passes else ranks.synchronized(what):
         micro_batches = pack(
             sequences,
             context.recipe.train.micro_batch_tokens,
             next(model.parameters()).device,
-            rank=ranks.index,
-            num_ranks=ranks.count,
+            rank=ranks.index(),
+            num_ranks=ranks.count(),
             fill=equal_passes,
         )
         passes = SharedPasses(micro_batches)
         yield passes
         results = passes.results
-        if ranks.count > 1:  # after all passes, so that the device need not wait for the host
+        if ranks.count() > 1:  # after all passes, so that the device need not wait for the host
             results = {first: {name: one.cpu() for name, one in part.items()} for first, part in results.items()}
     passes.all_results = ranks.join(results, what)
 
@@ -123,12 +121,12 @@ def fill(column: Column, sequences: Sequence[TrainSequence], context: UpdateCont
     return [replace(sequence, **changes) for sequence, changes in zip(sequences, filled, strict=True)]
 
 
-def sum_gradients(model: nn.Module, holders: Sequence[Tensor], ranks: Ranks) -> None:
+def sum_gradients(model: nn.Module, holders: Sequence[Tensor]) -> None:
     """Replace the gradients by their sums over the ranks; a rank that had no micro-batch adds zeros.
 
     Those of a sharded model are sums already: its backward passes have made them.
     """
-    if ranks.count > 1 and not is_sharded(model):
+    if ranks.count() > 1 and not is_sharded(model):
         for holder in holders:
             holder.grad = torch.zeros_like(holder) if holder.grad is None else holder.grad
         ranks.sum([holder.grad for holder in holders if holder.grad is not None], "the gradients")

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from srtrl.engine.stopping import count_unknown
 from srtrl.environments.formats import resolve_format
 from srtrl.metrics import StageTimer
-from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.share import Share
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import groups_to_learn_from
@@ -36,7 +36,7 @@ DRAWS_PER_PROMPT = 10
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RolloutContext:
-    """The context of all rollouts of a run, in training and in evaluation."""
+    """The context of all rollouts of a run, in training and in evaluation: the same on all ranks, which share them."""
 
     recipe: Recipe
     engine: Engine
@@ -46,8 +46,7 @@ class RolloutContext:
     """Tokens that end a response."""
     conversations: Conversations | None
     """None where a sample is a single turn."""
-    ranks: Ranks = field(default_factory=Ranks)
-    """Processes that share the rollouts: all make the same calls, and get the same groups."""
+    share: Share = field(default_factory=Share)
 
     def collector(
         self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
@@ -63,7 +62,7 @@ class RolloutContext:
             on_progress=on_progress,
             timer=timer,
             conversations=self.conversations,
-            ranks=self.ranks,
+            share=self.share,
         )
 
     def started(self, prompt: Prompt) -> Prompt:
@@ -155,7 +154,7 @@ class Sampler:
         groups, kept, collector, metrics = self.collect(step, collector)
         check_not_all_failed(groups, f"step {step}")
         if context.conversations is not None:
-            context.conversations.check_not_all_raised(f"step {step}", context.ranks)
+            context.conversations.check_not_all_raised(f"step {step}")
         token_ids = [rollout.token_ids for group in groups for rollout in group.rollouts]
         metrics = rollout_metrics(groups, context.grader.outcomes) | dict(metrics)
         metrics |= {
@@ -188,7 +187,7 @@ class Sampler:
             run_ahead=lambda opened: self.run_ahead(step, opened, collector),
         )
         groups = collect_rollouts(engine, collector, until_full)
-        kept = [replace(one, rollouts=one.graded) for one in until_full.kept_groups(groups, self.context.ranks)]
+        kept = [replace(one, rollouts=one.graded) for one in until_full.kept_groups(groups)]
         self.num_draws = first + len(groups)
         return Collected(groups, kept, collector)
 

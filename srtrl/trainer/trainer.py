@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from srtrl import ranks
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.run.checkpoint import (
     Part,
@@ -101,7 +102,7 @@ class Trainer:
         """
         self.rollout_context = context = parts.context
         self.recipe, self.engine, self.grader = context.recipe, context.engine, context.grader
-        self.conversations, self.ranks = context.conversations, context.ranks
+        self.conversations = context.conversations
         self.task, self.sampler, self.columns, self.learners = parts.task, parts.sampler, parts.columns, parts.learners
         self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
         self.saved = [*parts.saved, *parts.learners, parts.sampler]
@@ -110,7 +111,7 @@ class Trainer:
         self.flags, self.checkpoint = parts.flags, parts.checkpoint
         self.evaluates_ends, self.eval_prompts = training_evals(parts.task, self.recipe)
         self.on_step = on_step
-        console = console if self.ranks.is_main else Console(quiet=True)
+        console = console if ranks.is_main() else Console(quiet=True)
         self.progress = RunProgress(self.recipe.train.num_steps, console=console)
         self.interrupt = Interrupt(self.progress.say)
         self.timer = StageTimer()
@@ -128,10 +129,10 @@ class Trainer:
         An earlier run is changed last, when nothing can refuse any more.
         """
         with ExitStack() as stack:
-            with self.ranks.synchronized("loading the state of the run"):
+            with ranks.synchronized("loading the state of the run"):
                 if self.checkpoint is not None:
                     self.restore(self.checkpoint)
-            with self.ranks.synchronized("starting the graders"):
+            with ranks.synchronized("starting the graders"):
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
                     stack.enter_context(self.conversations)
@@ -140,8 +141,8 @@ class Trainer:
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
-            with self.ranks.synchronized("opening the run's folder"):
-                if self.ranks.is_main:
+            with ranks.synchronized("opening the run's folder"):
+                if ranks.is_main():
                     self.run = self._open_folder(stack)
                 else:
                     nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
@@ -231,7 +232,7 @@ class Trainer:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
         self._record_observations(step)
-        context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
+        context = UpdateContext(recipe=self.recipe, step=step)
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
@@ -249,7 +250,7 @@ class Trainer:
         self.step = step
         self.log(metrics, rollouts, credit)
         self.is_stopping = self._should_stop()
-        with self.ranks.synchronized(f"checkpoint of step {step}"):
+        with ranks.synchronized(f"checkpoint of step {step}"):
             self.checkpoint_if_due()
 
     def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
@@ -278,7 +279,7 @@ class Trainer:
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
         """Write `rollouts/step_N.parquet`."""
-        if self.ranks.is_main:
+        if ranks.is_main():
             with self.timer.stage("save_rollouts"):
                 path = self.run.path / "rollouts" / step_file_name(step)
                 write_rollouts(path, rollouts.groups, credit.advantages)
@@ -286,7 +287,7 @@ class Trainer:
     def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         computed = [sequence for sequence in credit.sequences if self.learners[-1].needs_pass(sequence)]
-        num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
+        num_flops = update_flops(self.recipe, self.policy.config, computed) / ranks.count()  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
@@ -294,7 +295,7 @@ class Trainer:
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         self._say_slow_rewards(row)
-        if self.ranks.is_main:
+        if ranks.is_main():
             self.on_step(self.step, row)
             log_samples(self.trackers, self.step, rollouts.groups, credit.advantages)
 
@@ -325,22 +326,21 @@ class Trainer:
                 tensors=tensors,
                 parts=[*self.saved, *self.drafts],
                 keep=train.keep_checkpoints,
-                ranks=self.ranks,
             )
-        if self.ranks.is_main:
+        if ranks.is_main():
             self.run.drop_observations()
 
     def _record_observations(self, step: int) -> None:
         """Write the observations of environments into the file of this step, or read them where it is there."""
         if self.conversations is not None:
-            self.conversations.use_record(self.run.observations(step), self.ranks.index)
+            self.conversations.use_record(self.run.observations(step), ranks.index())
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""
-        return any(self.ranks.gather(self.interrupt.requested, f"the end of step {self.step}"))
+        return any(ranks.gather(self.interrupt.requested, f"the end of step {self.step}"))
 
     def _write_row(self, metrics: Mapping[str, float]) -> None:
-        if self.ranks.is_main:
+        if ranks.is_main():
             self.run.log.write(self.step, metrics)
             for tracker in self.trackers:
                 tracker.log(dict(metrics), step=self.step)

@@ -16,14 +16,13 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
-from srtrl import build
+from srtrl import build, ranks
 from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
 from srtrl.metrics import new_folder, temporary_beside, write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, load_tokenizer
-from srtrl.ranks.processes import Ranks, open_ranks
 from srtrl.ranks.sharding import end_sharding
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
@@ -79,22 +78,22 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSumma
     if section is None:
         raise ValueError("this recipe has no `warm_start` section (at least `warm_start.output` must be given)")
     output = Path(section.output)
-    with open_ranks() as ranks:
+    with ranks.open_ranks():
         ranks.on_main(lambda: _check_output(output, overwrite=overwrite), "checks of rank 0")
         set_cpu_threads(recipe.num_threads)
-        losses, record, has_eval = _learn(recipe, section, ranks)
+        losses, record, has_eval = _learn(recipe, section)
         held_out = None
         if has_eval:  # of the saved weights and tokenizer, as RL will load them
             saved = recipe.model.model_copy(update={"tokenizer": None})
-            [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
+            [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})})
         figures = held_out.metrics if held_out is not None else {}
         record["held_out"] = {name: value for name, value in figures.items() if name != "time/eval"}
-        if ranks.is_main:
+        if ranks.is_main():
             write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
     return WarmStartSummary(output=output, losses=losses, held_out=held_out)
 
 
-def _learn(recipe: Recipe, section: WarmStartSection, ranks: Ranks) -> tuple[list[float], dict[str, Any], bool]:
+def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict[str, Any], bool]:
     """All optimizer steps, after which the first rank saves the policy.
 
     Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
@@ -110,25 +109,25 @@ def _learn(recipe: Recipe, section: WarmStartSection, ranks: Ranks) -> tuple[lis
         has_eval, _ = training_evals(task, recipe)  # raises where there are no problems for it
         model = _model(recipe, section, tokenizer, build.choose_device(recipe))
         end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
-        build.shard_model(model, recipe, ranks)
+        build.shard_model(model, recipe)
     losses: list[float] = []
     optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
     learner = SupervisedLearner(model, optimizer, update_plan(section))
-    progress = RunProgress(section.num_steps, console=None if ranks.is_main else Console(quiet=True))
+    progress = RunProgress(section.num_steps, console=None if ranks.is_main() else Console(quiet=True))
     # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
     opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
     with progress, opened:
         batches = solution_batches(recipe, section, task, tokenizer, conversations)
         for step in range(1, section.num_steps + 1):
             batch, num_left_out = next(batches)
-            context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
+            context = UpdateContext(recipe=recipe, step=step)
             with explain_out_of_memory(f"warm start step {step}"):
                 metrics = learner.learn(batch, context)
             losses.append(metrics["loss"])
             text = "loss {loss:.4f}  grad norm {grad_norm:.2f}  learning rate {learning_rate:.2e}"
             progress.step(step, text.format_map(metrics))
     optimizer.hand_over_masters()
-    end_sharding(model, keep=ranks.is_main)
+    end_sharding(model, keep=ranks.is_main())
 
     def save() -> None:
         output = Path(section.output)

@@ -1,0 +1,68 @@
+"""The share that this process takes of each rollout: all of it, unless several ranks share it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from srtrl.types import Prompt, Request, Rollout
+
+if TYPE_CHECKING:
+    from srtrl.engine.engine import Engine
+
+RequestsOf = Callable[[Sequence[tuple[int, Prompt]]], list[Request]]
+"""The requests of draws, see `Collector.requests`."""
+
+
+class Share:
+    """All samples of each rollout, and counters. A subclass takes a part of them, and shares the counters."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """Around a rollout, which counts from zero."""
+        self._counts.clear()
+        return nullcontext()
+
+    def add(self, name: str, amount: int = 1) -> int:
+        """Count; returns the value before that."""
+        self._counts[name] += amount
+        return self._counts[name] - amount
+
+    def read(self, name: str) -> int:
+        """The value of a counter as it is, or was a moment ago."""
+        return self._counts[name]
+
+    def deal(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:
+        """Of all samples those with which this process begins."""
+        return requests
+
+    def claim(self, count: int) -> Sequence[Request]:
+        """Of those that `deal` has left the next ones, at most `count`: fewer only where none is left anywhere."""
+        return ()
+
+    def run_aheads(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Run-aheads in the order in which this process takes them."""
+        return requests
+
+    def report_progress(self, busy_seconds: float = 0.0) -> None:
+        """This process decodes samples (then with the seconds that took), or waits for its own tools and graders."""
+
+    def wait_for_others(self, *, sleeps: bool) -> bool:
+        """There is no sample until others are further: wait a moment, or not at all if it does not sleep.
+
+        Returns:
+            Whether to go on: no other rank has failed.
+        """
+        raise AssertionError("one process waits for others")
+
+    def exchange(self, engine: Engine, rollouts: Sequence[Rollout], requests_of: RequestsOf) -> Sequence[Rollout]:
+        """The rollouts of other ranks, after all are decoded; the engine's drafter has learned from them."""
+        return ()
+
+    def take_metrics(self) -> dict[str, float]:
+        """How rollouts were shared since the last call, under `engine/`; called on all ranks."""
+        return {}
