@@ -6,6 +6,7 @@ The figures of a run are computed from `metrics.jsonl`, so that those of a resum
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -170,14 +171,15 @@ def time_metrics(
     return timed
 
 
-def describe_step(metrics: Mapping[str, float]) -> str:
+def describe_step(metrics: MetricRow) -> str:
     """One line about a training step; the accuracy only where it is not the reward."""
     parts = [f"reward {metrics['reward/mean']:.3f}"]
     if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
         parts.append(f"accuracy {metrics['accuracy']:.1%}")
+    if saved := saved_by_drafts([metrics]):
+        parts.append(f"decode steps {saved}")
     parts += [
         f"length {metrics['length/mean']:.0f}",
-        f"{metrics['engine/tokens_per_decode_step']:.1f} tokens per decode",
         f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
         f"{metrics['time/step']:.1f} s",
     ]
@@ -227,6 +229,10 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     num_tokens, num_decode_steps = (
         sum(int(row[name]) for row in steps) for name in ("tokens/response", "engine/decode_steps")
     )
+    if saved := saved_by_drafts(steps):
+        figures["decode steps saved by drafts"] = f"{saved.num_steps:,} instead of {saved.num_plain:,}: {saved}"
+        if saved.seconds is not None and saved.seconds < 0:
+            figures["decode steps saved by drafts"] += " (verifying drafts took more time than the steps saved)"
     figures["response tokens"] = f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
     if steps:
         first, last = (_tokens_per_decode(steps, end) for end in (steps[0], steps[-1]))
@@ -241,11 +247,42 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     return figures
 
 
+class Saved(NamedTuple):
+    """What drafts saved in training steps."""
+
+    num_steps: int
+    """Decode steps."""
+    num_plain: int
+    """The same without drafts."""
+    seconds: float | None
+    """None where the cost of a decode step is not known."""
+
+    def __str__(self) -> str:
+        """How many times fewer, and the seconds: `1.4x fewer, 1.2 s lost`."""
+        text = f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer"
+        if self.seconds is not None:
+            text += f", {abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
+        return text
+
+
+def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:
+    """Of these training steps; None where nothing was drafted, or the run is of a version that did not count it."""
+    rows = [row for row in steps if "engine/steps_without_drafts" in row and "engine/cache_hit_rate" in row]
+    if not rows:
+        return None
+    seconds = [row["engine/saved_seconds"] for row in rows if "engine/saved_seconds" in row]
+    names = "engine/decode_steps", "engine/steps_without_drafts"
+    num_steps, num_plain = (int(sum(row[name] for row in rows)) for name in names)
+    return Saved(num_steps, num_plain, sum(seconds) if seconds else None)
+
+
 def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
-    """The three figures of a run to see first: how much better the policy is, what drafts bring, and the time."""
+    """The three figures of a run to see first: what drafts saved, how much better the policy is, and the time."""
     steps = [row for row in rows if row["step"] > 0]
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
+    if saved := saved_by_drafts(steps):
+        figures[f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"] = str(saved)
     if evals:
         name = main_figure(evals[-1])
         values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
@@ -253,8 +290,6 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     elif steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
         figures["training reward, first to last step"] = f"{first:.3f} → {last:.3f}"
-    if steps:
-        figures["tokens per decode step of a sample, last epoch"] = f"{_tokens_per_decode(steps, steps[-1]):.2f}"
     minutes, seconds = divmod(round(sum(_stage_seconds(rows).values())), 60)
     figures["time of all stages"] = (
         f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
