@@ -6,6 +6,7 @@ import gc
 import os
 import shlex
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,7 +143,7 @@ def train(
     check_place(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():  # torch takes seconds
         steps = f"{loaded.train.num_steps} steps"
-        print(f"{source.path}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
+        print(f"{recipe}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
     check_recipe(loaded, source)
     from srtrl.build import run_training
     from srtrl.metrics import read_metrics
@@ -151,7 +152,7 @@ def train(
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():
         for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
-            print(f"{name + ':':<41} {figure}")
+            print(textwrap.fill(f"{name + ':':<34} {figure}", 78, subsequent_indent=" " * 35))
         again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")

@@ -119,7 +119,7 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     # With the compilation of the first step and an evaluation before it and in every tenth step.
     duration = "2 min 50 s"
     assert f"<p>Time of all stages: {duration}</p>" in page, "without machines, which an older run has not noted"
-    assert re.findall(r"<b>([^<]+)</b></div>", page)[:3] == ["1.5x fewer, 3.0 s saved", "31.0% → 71.0%", duration]
+    assert re.findall(r"<b>([^<]+)</b></div>", page)[:3] == ["1.5x fewer steps, 3.0 s saved", "31.0% → 71.0%", duration]
     assert "decode steps: 900 instead of 1,350 without drafts" in page
     steps = [1, 7, 13, 18, 24, 30]
     assert [int(step) for step in re.findall(r"Samples of step (\d+): 6 of 32", page)] == steps

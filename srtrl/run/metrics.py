@@ -172,19 +172,21 @@ def time_metrics(
 
 
 def describe_step(metrics: MetricRow) -> str:
-    """One line about a training step; the accuracy only where it is not the reward."""
-    parts = [f"reward {metrics['reward/mean']:.3f}"]
+    """A few words about a training step beside its reward; the accuracy only where it is not the reward."""
+    parts = []
     if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
         parts.append(f"accuracy {metrics['accuracy']:.1%}")
     if saved := saved_by_drafts([metrics]):
-        parts.append(f"decode steps {saved}")
-    parts += [
-        f"length {metrics['length/mean']:.0f}",
-        f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
-        f"{metrics['time/step']:.1f} s",
-    ]
+        parts.append(str(saved))
+    parts.append(f"{metrics['time/step']:.1f} s")
     if (seconds := metrics.get("time/compile", 0)) >= 1:
         parts[-1] += f" ({seconds:.1f} s compiling)"
+    return "  ".join(parts)
+
+
+def describe_problems(metrics: MetricRow) -> str:
+    """What a reader must know about a training step, else nothing."""
+    parts = []
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed: left out")
@@ -218,25 +220,31 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         for held_out in (before, after)[before is after :]:
             when = f"after step {held_out['step']}" if held_out["step"] else "before training"
             figures[f"held-out {name} {when}"] = with_interval(held_out)
-        gain = after[name] - before[name]
         if before is not after:
+            gain = round(after[name], 3) - round(before[name], 3)  # of the digits that are printed
             figures["gain"] = f"{100 * gain:+.1f} points" if name == "accuracy" else f"{gain:+.3f}"
     if steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
-        figures["training reward, first to last step"] = f"{first:.3f} to {last:.3f}"
+        figures["training reward, first to last"] = f"{first:.3f} to {last:.3f}"
     if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
         figures["steps with nothing to learn from"] = str(num_skipped)
-    num_tokens, num_decode_steps = (
-        sum(int(row[name]) for row in steps) for name in ("tokens/response", "engine/decode_steps")
-    )
+    if steps:
+        num_tokens, num_steps = (
+            int(sum(row[f"engine/{name}"] for row in steps)) for name in ("tokens", "decode_steps")
+        )
+        each = max(_tokens_per_decode(steps), 1e-9)
+        num_samples = num_tokens / max(num_steps, 1) / each
+        figures["sampled tokens"] = (
+            f"{num_tokens:,} in {num_steps:,} decode steps of {num_samples:.1f} samples, {each:.2f} tokens each"
+        )
+        first, last = (_tokens_per_decode(_epoch(steps, end)) for end in (steps[0], steps[-1]))
+        figures["tokens each, first and last epoch"] = f"{first:.2f} and {last:.2f}"
     if saved := saved_by_drafts(steps):
-        figures["decode steps saved by drafts"] = f"{saved.num_steps:,} instead of {saved.num_plain:,}: {saved}"
+        figures["decode steps saved by drafts"] = (
+            f"{saved.num_plain - saved.num_steps:,} of {saved.num_plain:,}: {saved}"
+        )
         if saved.seconds is not None and saved.seconds < 0:
             figures["decode steps saved by drafts"] += " (verifying drafts took more time than the steps saved)"
-    figures["response tokens"] = f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
-    if steps:
-        first, last = (_tokens_per_decode(steps, end) for end in (steps[0], steps[-1]))
-        figures["tokens per decode, first and last epoch"] = f"{first:.2f} and {last:.2f}"
     seconds = _stage_seconds(rows)
     total = sum(seconds.values())
     longest = sorted(seconds, key=lambda stage: -seconds[stage])
@@ -258,8 +266,8 @@ class Saved(NamedTuple):
     """None where the cost of a decode step is not known."""
 
     def __str__(self) -> str:
-        """How many times fewer, and the seconds: `1.4x fewer, 1.2 s lost`."""
-        text = f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer"
+        """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
+        text = f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
         if self.seconds is not None:
             text += f", {abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
         return text
@@ -307,11 +315,15 @@ def _stage_seconds(rows: Sequence[MetricRow]) -> dict[str, float]:
     return {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
 
 
-def _tokens_per_decode(steps: Sequence[MetricRow], step: MetricRow) -> float:
-    """New tokens of a sample in a decode step, on average over all steps of the epoch of `step`."""
-    rows = [row for row in steps if int(row["data/epoch"]) == int(step["data/epoch"])]
-    tokens = [row["engine/tokens"] for row in rows]
-    decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in rows]
+def _epoch(steps: Sequence[MetricRow], step: MetricRow) -> list[MetricRow]:
+    """The steps of the epoch of `step`."""
+    return [row for row in steps if int(row["data/epoch"]) == int(step["data/epoch"])]
+
+
+def _tokens_per_decode(steps: Sequence[MetricRow]) -> float:
+    """New tokens of a sample in a decode step, on average over these training steps."""
+    tokens = [row["engine/tokens"] for row in steps]
+    decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in steps]
     return sum(tokens) / max(sum(decodes), 1)
 
 
