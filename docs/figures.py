@@ -34,10 +34,10 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.head_drafts import NoHeadDrafts
-from srtrl.engine.sampling import make_rng_key
 from srtrl.features.partial import PartialDraws
 from srtrl.features.rounds import prefix_of
 from srtrl.features.spec_rl import accept_prefixes
+from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection

@@ -18,7 +18,7 @@ from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolE
 from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.environments.samples import Answer
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.types import Completion, Prompt, Request, SamplingParams
 

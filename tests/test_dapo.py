@@ -10,8 +10,9 @@ from tiny_run import DAPO, make_recipe, train
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
-from srtrl.run.checkpoint import latest_checkpoint, read_state
+from srtrl.run.checkpoint import read_state
 from srtrl.run.metrics import describe_problems
+from srtrl.run.place import latest_checkpoint
 from srtrl.types import Request
 
 NUM_PROMPTS, NUM_STEPS = 4, 4

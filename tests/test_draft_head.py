@@ -21,7 +21,8 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.engine.head_drafts import FILE, HeadDrafts
-from srtrl.engine.sampling import make_rng_key, uniform_noise
+from srtrl.engine.sampling import uniform_noise
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 
 

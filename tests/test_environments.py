@@ -46,7 +46,7 @@ from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
 from srtrl.environments.samples import Answer
 from srtrl.features.rounds import prefix_of
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.tasks.event_loop import warn_once
 from srtrl.types import Conversation, Prompt

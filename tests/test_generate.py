@@ -18,7 +18,7 @@ from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
 from srtrl.engine.stopping import UNKNOWN, count_unknown, decode
 from srtrl.metrics import read_metrics
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import TaskSection
 from srtrl.report.rollouts import read_samples

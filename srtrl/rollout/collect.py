@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from srtrl import ranks
-from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string, decode
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
+from srtrl.model.noise import make_rng_key
 from srtrl.rollout.share import Share
 from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
 

@@ -18,8 +18,17 @@ from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, wr
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
-from srtrl.run.checkpoint import delete, latest_checkpoint, list_checkpoints, num_log_bytes, numbered, step_of
-from srtrl.run.place import StartFlags, check_place, is_empty, run_path
+from srtrl.run.checkpoint import delete, num_log_bytes
+from srtrl.run.place import (
+    StartFlags,
+    check_place,
+    is_empty,
+    latest_checkpoint,
+    list_checkpoints,
+    numbered,
+    run_path,
+    step_of,
+)
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (

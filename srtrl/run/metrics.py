@@ -3,18 +3,23 @@
 The figures of a run are computed from `metrics.jsonl`, so that those of a resumed run are complete.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from srtrl.metrics import MetricRow
-from srtrl.model.transformer import ModelConfig
 from srtrl.recipe.schema import Recipe
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
+
+if TYPE_CHECKING:
+    import torch
+
+    from srtrl.model.transformer import ModelConfig
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_tflops"})
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
@@ -145,6 +150,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
     if device.type != "cuda":
         return {}
+    import torch
+
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {"memory/peak_gib": peak / 2**30}
