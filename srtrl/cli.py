@@ -22,7 +22,7 @@ from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
-from srtrl.recipe.file import build_recipe, dump_recipe, keys_named, read_source
+from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import shorten
@@ -131,8 +131,11 @@ def train(
     """Train a policy by reinforcement learning.
 
     Everything is written into the folder <output_dir>/<name> (runs/<name> by default). With --resume, RECIPE may be
-    that folder: its own recipe.yaml is used, and SECTION.KEY=VALUE holds from there on (train.learning_rate=5e-7).
+    that folder, or its name in runs/: its own recipe.yaml is used, and SECTION.KEY=VALUE holds from there on
+    (train.learning_rate=5e-7).
     """
+    if resume and not is_recipe(recipe) and (Path("runs") / recipe / "recipe.yaml").is_file():
+        recipe = Path("runs") / recipe
     is_run = resume and recipe.is_dir()
     source = read_source(recipe / "recipe.yaml" if is_run else recipe, overrides or ())
     if is_run:

@@ -23,6 +23,7 @@ from srtrl.run.place import (
     StartFlags,
     check_place,
     is_empty,
+    is_rows,
     latest_checkpoint,
     list_checkpoints,
     numbered,
@@ -125,6 +126,9 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
     if flags.get("overwrite") and not is_empty(folder):
         with _locked(folder):
             moved_to = move_aside(folder)
+        folder.mkdir(exist_ok=True)
+        for rows in filter(is_rows, [*moved_to.iterdir()]):  # named by the recipes of both
+            shutil.copyfile(rows, folder / rows.name)
     from_step = flags.get("from_step")
     with _locked(folder), ExitStack() as stack:
         if is_new := is_empty(folder):

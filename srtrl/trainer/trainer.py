@@ -173,15 +173,15 @@ class Trainer:
         """Report what was loaded, and from where the run continues."""
         say, resume = self.progress.say, self.flags.get("resume")
         if self.run.moved_to is not None:
-            say(f"--overwrite: the folder that was {self.run.path} is now {self.run.moved_to}")
+            say(f"the folder that was {self.run.path} is now {self.run.moved_to}")
         report = self.task.load_report or {"training prompts": len(self.task.train_prompts)}
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
         say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.rollout_context.tokenizer))
         for change in self.changes:
-            say(f"--resume: {change}")
+            say(f"resuming: {change}")
         if resume and self.checkpoint is None:
-            say(f"--resume: {self.run.path} has no checkpoint, starting from step 0")
+            say(f"resuming: {self.run.path} has no checkpoint, starting from step 0")
         elif resume:
             say(f"resuming {self.run.path} after step {self.step} of {self.recipe.train.num_steps}")
 
