@@ -18,7 +18,7 @@ from srtrl.engine.head_drafts import FILE
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
 from srtrl.rollout.packing import pack
-from srtrl.run.place import latest_checkpoint
+from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.draft_head import Texts
 from srtrl.trainer.trainer import TrainingStoppedError
 
