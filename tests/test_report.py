@@ -117,7 +117,7 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     points = json.loads(html.unescape(re.findall(r'data-lines="([^"]+)"', page)[0]))
     assert points["format"] == [[step, 0.9] for step in range(1, 31)], "to look at under the pointer"
     assert "100" not in texts_of(charts["Time by stage"]), "compilation would dwarf the other seconds"
-    figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 and 2.50", "reward_format 1")
+    figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 tokens each", "reward_format 1")
     for figure in (*figures, "time of all stages"):
         assert figure in page
     # With the compilation of the first step and an evaluation before it and in every tenth step.

@@ -183,12 +183,12 @@ def describe_step(metrics: MetricRow) -> str:
     parts = []
     if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
         parts.append(f"accuracy {metrics['accuracy']:.1%}")
-    if saved := saved_by_drafts([metrics]):
-        parts.append(str(saved))
-    parts.append(f"{metrics['time/step']:.1f} s")
+    time = f"{metrics['time/step']:.1f} s"
     if (seconds := metrics.get("time/compile", 0)) >= 1:
-        parts[-1] += f" ({seconds:.1f} s compiling)"
-    return "  ".join(parts)
+        time += f" ({seconds:.1f} s compiling)"
+    elif saved := saved_by_drafts([metrics]):
+        parts.append(str(saved))
+    return "  ".join([*parts, time])
 
 
 def step_problems(metrics: MetricRow) -> str:
@@ -244,8 +244,9 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         figures["sampled tokens"] = (
             f"{num_tokens:,} in {num_steps:,} decode steps of {num_samples:.1f} samples, {each:.2f} tokens each"
         )
-        first, last = (_tokens_per_decode(_epoch(steps, end)) for end in (steps[0], steps[-1]))
-        figures["tokens each, first and last epoch"] = f"{first:.2f} and {last:.2f}"
+        epochs = [_epoch(steps, end) for end in (steps[0], steps[-1])]
+        if epochs[0] != epochs[1]:
+            figures["tokens each, first and last epoch"] = "{:.2f} and {:.2f}".format(*map(_tokens_per_decode, epochs))
     if saved := saved_by_drafts(steps):
         figures["decode steps saved by drafts"] = (
             f"{saved.num_plain - saved.num_steps:,} of {saved.num_plain:,}: {saved}"
