@@ -203,7 +203,7 @@ def _check_advantage(recipe: Recipe) -> None:
     """Call the advantage on two groups; there is a critic if, and only if, it needs one."""
     import torch
 
-    from srtrl.algorithms.advantages import is_token_level, needs_critic
+    from srtrl.algorithms.advantages import is_token_level, needs_values
 
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
@@ -211,10 +211,10 @@ def _check_advantage(recipe: Recipe) -> None:
     if is_token_level(function) and algorithm.loss == "gspo":
         message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
         problems.append(Problem("algorithm.loss", message))
-    if needs_critic(function) and recipe.critic is None:
+    if needs_values(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
-    if recipe.critic is not None and not needs_critic(function):
-        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True))"
+    if recipe.critic is not None and not needs_values(function):
+        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_values=True))"
         problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)

@@ -368,7 +368,7 @@ def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floo
 def wrong_tokens(rewards): return rewards
 @token_level
 def tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards
-@token_level(needs_critic=True)
+@token_level(needs_values=True)
 def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards - values
 
 @batched

@@ -239,7 +239,7 @@ class Trainer:
         if credit.sequences:
             metrics |= self.sampler.credit_metrics(credit.sequences)
         is_updated = False
-        for learner in self.learners:  # the policy is the last one; at first only the critic learns
+        for learner in self.learners:  # the policy is the last one; the others may begin before it
             is_updated = bool(credit.sequences) and step > learner.updates.num_skipped
             if is_updated:
                 with self._stage(learner.stage):
