@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+from engine_cases import make_response
 from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
@@ -40,7 +41,7 @@ def completion_of(
     turn: Sequence[int], before: Completion | None = None, extension: Sequence[int] = (), **changes: Any
 ) -> Completion:
     """The next turn of a sample: what the engine gives after `before` was extended."""
-    said = [*before.token_ids, *extension] if before else []
+    said = [*before.response.token_ids.tolist(), *extension] if before else []
     fields: dict[str, Any] = {"draw": 0, "sample": 0, "max_new_tokens": 400, "finish_reason": "stop"} | changes
     request = Request(
         prompt_id="p",
@@ -50,17 +51,11 @@ def completion_of(
         rng_key=0,
         sampling=SamplingParams(max_new_tokens=fields["max_new_tokens"], end_token_ids=(END,)),
         has_turns=True,
-        turn=before.request.turn + 1 if before else 0,
     )
     new = ((len(said) - len(extension), len(said)),) if before else ()
-    return Completion(
-        request=request,
-        token_ids=[*said, *turn],
-        rollout_logprobs=[0.0] * (len(said) + len(turn)),
-        finish_reason=fields["finish_reason"],
-        policy_version=0,
-        extensions=(*before.extensions, *new) if before else (),
-    )
+    extensions = (*before.response.extensions, *new) if before else ()
+    response = make_response([*said, *turn], finish_reason=fields["finish_reason"], extensions=extensions)
+    return Completion(request=request, response=response)
 
 
 def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:

@@ -41,7 +41,7 @@ def grader_of() -> Grader:
 
 def collector_of(grader: Grader, conversations: Conversations) -> Collector:
     sampling = SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS)
-    options: dict[str, Any] = {"seed": 3, "purpose": "train", "conversations": conversations}
+    options: dict[str, Any] = {"seed": 3, "purpose": "train", "policy_version": 0, "conversations": conversations}
     return Collector(grader, TOKENIZER, num_samples=3, sampling=sampling, **options)
 
 
@@ -73,8 +73,8 @@ def contents(groups: list[RolloutGroup]) -> list[Any]:
     """All that must not depend on timing."""
     return [
         (
-            (one.draw_index, one.sample_index, one.text, one.finish_reason, one.grade),
-            (one.token_ids.tolist(), one.rollout_logprobs.tolist()),
+            (one.draw_index, one.sample_index, one.text, one.response.finish_reason, one.grade),
+            (one.response.token_ids.tolist(), one.response.rollout_logprobs.tolist()),
             one.conversation and (one.conversation.segments, one.conversation.stop_reason, one.conversation.metrics),
         )
         for one in chain.from_iterable(group.rollouts for group in groups)
@@ -109,14 +109,15 @@ def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> Non
     for rollout, sequence in zip(rollouts, train_sequences(truth), strict=True):
         assert rollout.conversation is not None
         parts = list(segment_slices(rollout.conversation.segments))
-        assert parts[-1][1].stop == len(rollout.token_ids)
+        response = rollout.response
+        assert parts[-1][1].stop == len(response.token_ids)
         sampled = [part for kind, part in parts if kind == "model"]
-        assert (sequence.token_ids[sequence.targets] == np.concatenate([rollout.token_ids[p] for p in sampled])).all()
-        logprobs = np.concatenate([rollout.rollout_logprobs[part] for part in sampled])
+        assert (sequence.token_ids[sequence.targets] == np.concatenate([response.token_ids[p] for p in sampled])).all()
+        logprobs = np.concatenate([response.rollout_logprobs[part] for part in sampled])
         assert (sequence.rollout_logprobs == logprobs).all()
         assert (logprobs < 0).all()
         assert sequence.num_prompt_tokens == len(rollout.prompt.token_ids)
-        assert all((rollout.rollout_logprobs[part] == 0).all() for kind, part in parts if kind != "model")
+        assert all((response.rollout_logprobs[part] == 0).all() for kind, part in parts if kind != "model")
         reward = sum(value % 3 for _, value in rollout.conversation.metrics)
         assert rollout.grade.reward == reward
 

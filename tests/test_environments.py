@@ -45,7 +45,6 @@ from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
 from srtrl.environments.samples import Answer
-from srtrl.features.rounds import prefix_of
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.tasks.event_loop import warn_once
@@ -351,9 +350,9 @@ def test_a_format_that_changed_between_two_steps_is_named() -> None:
     with Conversations(section_of(Echo), TOKENIZER) as conversations:
         first = completion_of([*encode("abc"), END])
         second = completion_of(encode("stop"), first, ask(conversations, first).extension)
-        answers = conversations.give_up(second)
-        changed = {key: text.replace("1:abc", "1:abcd") for key, text in answers.items()}
-        prefix = replace(prefix_of(second, None, second.extensions[0][1]), answers=changed)
+        response = conversations.give_up(second).response
+        changed = {key: text.replace("1:abc", "1:abcd") for key, text in response.answers.items()}
+        prefix = replace(response.cut(response.extensions[0][1]), answers=changed)
         with pytest.raises(ValueError, match="format: text writes an observation of a step before otherwise"):
             conversations.submit_turn(replace(second, request=replace(second.request, prefix=prefix)), PROMPT)
 

@@ -120,7 +120,8 @@ def grader_of(reward: str, kind: type[Grader] = Grader) -> Grader:
 
 def collector_of(grader: Grader, ranks: Ranks, max_new_tokens: int = 30, **options: Any) -> Collector:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
-    return Collector(grader, TOKENIZER, sampling=sampling, seed=3, purpose="train", ranks=ranks, **options)
+    options |= {"seed": 3, "purpose": "train", "policy_version": 0, "ranks": ranks}
+    return Collector(grader, TOKENIZER, sampling=sampling, **options)
 
 
 def rollouts(ranks: Ranks, case: Case) -> Found:

@@ -98,7 +98,7 @@ def test_tokens_and_targets_are_those_of_a_rollout() -> None:
             assert answer.conversation is not None
             sequence = solution_sequence(OneSolution(text), TOKENIZER, PROMPT, conversations)  # type: ignore[arg-type]
         num_prompt = len(PROMPT.token_ids)
-        assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.token_ids]
+        assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.response.token_ids.tolist()]
         is_model = [kind == "model" for kind, length in answer.conversation.segments for _ in range(length)]
         assert (sequence.targets == num_prompt + np.flatnonzero(is_model)).all()
         assert sequence.token_ids[sequence.targets].tolist() == said

@@ -215,18 +215,13 @@ class Conversations:
             self._samples[key] = sample = OpenSample(original)
             if request.prefix is not None:
                 sample.answers |= request.prefix.answers
-                for number, (start, stop) in enumerate(request.prefix.extensions):
-                    before = replace(
-                        completion,
-                        request=replace(request, turn=number, prefix=None),
-                        token_ids=completion.token_ids[:start],
-                        finish_reason="stop",
-                        extensions=completion.extensions[:number],
-                    )
+                for start, stop in request.prefix.extensions:
+                    response = replace(request.prefix.cut(start), finish_reason="stop")
+                    before = Completion(request=replace(request, prefix=None), response=response)
                     pending = self._read(before, sample)
                     assert pending.answer.done(), "a turn of the prefix has no answer"
                     pending.needs_record = False
-                    if self._resolve(pending).extension != completion.token_ids[start:stop]:
+                    if self._resolve(pending).extension != request.prefix.token_ids[start:stop].tolist():
                         raise ValueError(
                             f"rollout.environment.format: {self.section.format} writes an observation of a step before "
                             "otherwise than it did then; resume with the format that the run had, or begin a new run"
@@ -239,13 +234,14 @@ class Conversations:
                 self._num_threads += 1
                 start_thread(self._answer_turns)
 
-    def give_up(self, completion: Completion) -> dict[str, str]:
-        """A sample ends unfinished, in a turn; returns what was answered so far; see `Conversation`."""
+    def give_up(self, completion: Completion) -> Completion:
+        """A sample ends unfinished, in a turn; returns it with what was answered so far."""
         sample = self._samples.pop(key_of(completion), None)
-        if sample is None:  # no turn has ended since its prefix
-            return {} if completion.request.prefix is None else dict(completion.request.prefix.answers)
-        self._close(sample)
-        return sample.answers
+        if sample is not None:
+            self._close(sample)
+            return with_answers(completion, sample.answers)
+        prefix = completion.request.prefix  # no turn has ended since
+        return completion if prefix is None else with_answers(completion, prefix.answers)
 
     def _read(self, completion: Completion, sample: OpenSample) -> PendingTurn:
         """The last turn, with its answer where that takes no call of the environment."""
@@ -255,7 +251,7 @@ class Conversations:
         if answer is None:
             answer = self._record.find(completion)
             needs_record = answer is None
-            if answer is None and (text := sample.answers.get(digest_of(completion.token_ids))) is not None:
+            if answer is None and (text := sample.answers.get(digest_of(completion.response.token_ids))) is not None:
                 answer = Step(**json.loads(text))
             if answer is not None:
                 sample.unseen.append((turn, answer))
@@ -309,17 +305,19 @@ class Conversations:
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
         """The last turn, and its answer where that takes no environment: calls that cannot be read or run."""
-        start = completion.extensions[-1][1] if completion.extensions else 0
-        token_ids = completion.token_ids[start:]
+        response = completion.response
+        start = response.extensions[-1][1] if response.extensions else 0
+        token_ids = response.token_ids[start:].tolist()
+        assert response.finish_reason is not None
         has_end = token_ids[-1] in completion.request.sampling.end_token_ids
         text = decode(self.tokenizer, token_ids[:-1] if has_end else token_ids)
         turn = Turn(
-            index=completion.request.turn,
+            index=len(response.extensions),
             text=text,
             token_ids=tuple(token_ids),
-            finish_reason=completion.finish_reason,
+            finish_reason=response.finish_reason,
         )
-        if completion.finish_reason == "length":
+        if response.finish_reason == "length":
             return turn, Step(is_done=True, stop_reason="response_tokens")
         try:
             calls = self.format.parse(text)
@@ -385,7 +383,7 @@ class Conversations:
         step = self._result(pending)
         if pending.needs_record:
             self._record.write(completion, step)
-        sample.answers[digest_of(completion.token_ids)] = json.dumps(asdict(step))
+        sample.answers[digest_of(completion.response.token_ids)] = json.dumps(asdict(step))
         is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
         sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
@@ -405,13 +403,15 @@ class Conversations:
                     f"the environment {self.section.name} answered with an empty text, and the format "
                     f"{self.section.format} puts nothing around it: the next turn needs at least one token before it"
                 )
-            has_room = len(completion.token_ids) + len(extension) < completion.request.sampling.max_new_tokens
+            has_room = len(completion.response.token_ids) + len(extension) < completion.request.sampling.max_new_tokens
             if not has_room or completion.request.is_whole:
-                stop_reason, extension = "observation", []
+                stop_reason = "observation"
             else:
                 sample.segments += [(kind, len(token_ids)) for kind, token_ids in segments if token_ids]
-        conversation = self._end(completion, sample, stop_reason) if stop_reason else None
-        return Answer(completion=completion, extension=extension, conversation=conversation)
+        if not stop_reason:
+            return Answer(completion=completion, extension=extension, conversation=None)
+        conversation = self._end(completion, sample, stop_reason)
+        return Answer(completion=with_answers(completion, sample.answers), extension=[], conversation=conversation)
 
     def _result(self, pending: PendingTurn) -> Step:
         """The environment's answer; errors and the time limit become answers, too."""
@@ -433,7 +433,7 @@ class Conversations:
         self._num_samples["raised" in sample.outcomes] += 1
         return Conversation(
             segments=tuple(sample.segments),
-            num_turns=completion.request.turn + 1,
+            num_turns=len(completion.response.extensions) + 1,
             num_void_turns=sample.num_void_turns,
             stop_reason=stop_reason,
             outcomes=tuple(sample.outcomes),
@@ -441,10 +441,9 @@ class Conversations:
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
             texts=tuple(
-                decode(self.tokenizer, completion.token_ids[part], skip_special_tokens=kind == "model")
+                decode(self.tokenizer, completion.response.token_ids[part], skip_special_tokens=kind == "model")
                 for kind, part in segment_slices(sample.segments)
             ),
-            answers=sample.answers,
         )
 
     def tokenise_solution(self, text: str) -> Segments:
@@ -483,3 +482,8 @@ class Conversations:
         head = (limit - len(middle) + 1) // 2
         tail = limit - len(middle) - head
         return [*token_ids[:head], *middle, *token_ids[len(token_ids) - tail :]]
+
+
+def with_answers(completion: Completion, answers: Mapping[str, str]) -> Completion:
+    """A sample that has ended, with the answers to its turns."""
+    return replace(completion, response=replace(completion.response, answers=answers))

@@ -29,7 +29,7 @@ class OpenSample:
     unseen: list[tuple[Turn, Step]] = field(default_factory=list)
     """Turns that were answered without the environment, from what it once answered: it sees them before the next."""
     answers: dict[str, str] = field(default_factory=dict)
-    """See `Conversation`."""
+    """See `Response`."""
 
 
 @dataclass(slots=True)

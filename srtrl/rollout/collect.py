@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string, decode
@@ -22,17 +23,26 @@ from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
-from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
+from srtrl.types import (
+    Completion,
+    Conversation,
+    Prompt,
+    Purpose,
+    Request,
+    Response,
+    Rollout,
+    RolloutGroup,
+    SampleKey,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
     from srtrl.tasks.grading import Grader, GradeTicket
-    from srtrl.types import Prefix, SampleKey
 
-
-OnEnd = Callable[[Completion, Conversation | None], None]
+OnEnd = Callable[[Completion], None]
 """Called when a sample of this rank has ended, before it counts as finished. The finish reason is the decoder's."""
 OnProgress = Callable[[int, int], None]
 """Called after each completion with the number of completions so far and of those that are requested; with dynamic
@@ -45,7 +55,7 @@ class Draws(ABC):
     undecided: Sequence[int] = ()
     """Open draws whose grades decide what else is decoded."""
 
-    def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
+    def ended(self, collector: Collector, completion: Completion) -> None:
         """See `OnEnd`."""
         return
 
@@ -127,7 +137,8 @@ class FixedDraws(Draws):
             requests = [request for request in opened if not request.is_whole]
             whole = [request for request in opened if request.is_whole]
             for request in whole[collector.ranks.index :: collector.ranks.count]:
-                completion = whole_completion(request, engine.policy_version)
+                assert request.prefix is not None
+                completion = Completion(request=request, response=request.prefix)
                 engine.drafter.learn([completion])
                 collector.receive(completion)
             lines, num_first = [requests], len(requests)
@@ -177,6 +188,8 @@ class Collector:
     """The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key."""
     purpose: Purpose
     """`train` or `eval`: they never share noise."""
+    policy_version: int
+    """Number of policy updates before the rollout."""
     conversations: Conversations | None = None
     """The environments of samples with several turns."""
     on_progress: OnProgress = lambda *_: None
@@ -186,9 +199,9 @@ class Collector:
     """All make the same collectors in the same order."""
     earlier_rounds: SharedCounters | None = None
     """Of the same step; what they have measured counts."""
-    prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
+    prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
-    on_end: OnEnd = field(default=lambda *_: None, init=False)
+    on_end: OnEnd = field(default=lambda _: None, init=False)
     """Of the draws that are collected."""
     counters: SharedCounters = field(init=False)
     """Of this rollout; `finished` counts samples."""
@@ -239,14 +252,13 @@ class Collector:
         """A completion of an open draw goes to the graders; a turn to its environment."""
         assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
         if self.conversations is None:
-            text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
-            self._grade(completion, text, None)
+            self._grade(completion, self.sampling.stop_strings, None)
         else:
             self.conversations.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
-    def give_up(self, completion: Completion) -> Mapping[str, str]:
-        """A sample ends here unfinished; returns what its environment has answered."""
-        return {} if self.conversations is None else self.conversations.give_up(completion)
+    def give_up(self, completion: Completion) -> Completion:
+        """A sample ends here unfinished; returns it with what its environment has answered."""
+        return completion if self.conversations is None else self.conversations.give_up(completion)
 
     def take_answers(self, engine: Engine) -> None:
         """Continue the samples whose environments have answered; those that end go to the graders."""
@@ -260,28 +272,30 @@ class Collector:
                     continue
                 if not completion.request.is_whole:  # else the engine never had it
                     engine.end(completion)
-                self._grade(completion, response_text(self.tokenizer, completion.token_ids, ()), conversation)
+                self._grade(completion, (), conversation)
 
-    def _grade(self, completion: Completion, text: str, conversation: Conversation | None) -> None:
-        """A sample has ended: grade what the policy sampled of its `text`.
+    def _grade(self, completion: Completion, stop_strings: Sequence[str], conversation: Conversation | None) -> None:
+        """A sample has ended: grade what the policy sampled, up to the first of `stop_strings`.
 
         Its finish reason is `length` where an observation did not fit.
         """
-        self.on_end(completion, conversation)
+        self.on_end(completion)
+        request, response = completion.request, completion.response
+        text = response_text(self.tokenizer, response.token_ids, stop_strings)
         if conversation is not None and conversation.stop_reason == "observation":
-            completion = replace(completion, finish_reason="length")
-        request = completion.request
+            response = replace(response, finish_reason="length")
+        assert response.finish_reason is not None
         draw = self._draws[request.draw_index]
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
         ticket = self.grader.submit(
             draw.prompt,
             conversation.policy_text if conversation else text,
-            completion.finish_reason,
-            len(completion.token_ids) - sum(stop - start for start, stop in completion.extensions),
+            response.finish_reason,
+            len(response.sampled),
             environment_reward=conversation.reward if conversation else 0.0,
             num_turns=conversation.num_turns if conversation else 1,
         )
-        draw.samples[request.sample_index] = _Sample(ticket, completion, text, conversation)
+        draw.samples[request.sample_index] = _Sample(ticket, response, text, conversation)
         num_done = self.counters.add("finished") + 1
         self.on_progress(num_done, max(num_done, self.num_total))
 
@@ -322,15 +336,11 @@ class Collector:
                 prompt=draws[draw_index].prompt,
                 draw_index=draw_index,
                 sample_index=sample_index,
-                token_ids=np.array(sample.completion.token_ids, np.int32),
-                rollout_logprobs=np.array(sample.completion.rollout_logprobs, np.float32),
-                extensions=sample.completion.extensions,
+                response=sample.response,
                 text=sample.text,
-                finish_reason=sample.completion.finish_reason,
-                policy_version=sample.completion.policy_version,
+                policy_version=self.policy_version,
                 grade=grade,
                 conversation=sample.conversation,
-                prefix=sample.completion.request.prefix,
             )
             for ((draw_index, sample_index), sample), grade in zip(samples.items(), grades, strict=True)
         ]
@@ -341,19 +351,8 @@ class Collector:
         del shared[self.ranks.index]
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
-        requests = {(r.draw_index, r.sample_index): r for r in self.requests(list(prompts.items()))}
-        completions = [
-            Completion(
-                request=requests[data_order(rollout)],
-                token_ids=rollout.token_ids.tolist(),
-                rollout_logprobs=rollout.rollout_logprobs.tolist(),
-                finish_reason=rollout.finish_reason,
-                policy_version=rollout.policy_version,
-                extensions=rollout.extensions,
-            )
-            for rollout in others
-        ]
-        engine.drafter.learn(completions)
+        requests = {data_order(request): request for request in self.requests(list(prompts.items()))}
+        engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
         for _, texts in shared:
             engine.drafter.learn_run_aheads(texts)
         groups = groupby(sorted([*rollouts, *others], key=data_order), key=lambda rollout: rollout.draw_index)
@@ -368,7 +367,7 @@ class _Sample(NamedTuple):
     """A finished sample whose grade is still to come."""
 
     ticket: GradeTicket
-    completion: Completion
+    response: Response
     text: str
     conversation: Conversation | None
 
@@ -380,22 +379,9 @@ class _OpenDraw:
     """The finished ones, by sample index."""
 
 
-def whole_completion(request: Request, policy_version: int) -> Completion:
-    """The completion of a request whose prefix is a whole response."""
-    prefix = request.prefix
-    assert prefix is not None
-    assert prefix.finish_reason is not None
-    return Completion(
-        request=replace(request, turn=len(prefix.extensions)),
-        token_ids=prefix.token_ids.tolist(),
-        rollout_logprobs=prefix.rollout_logprobs.tolist(),
-        finish_reason=prefix.finish_reason,
-        policy_version=policy_version,
-        extensions=prefix.extensions,
-    )
-
-
-def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:
+def response_text(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | npt.NDArray[np.int32], stop_strings: Sequence[str]
+) -> str:
     """The response as text: without special tokens, cut before the first stop string."""
     return cut_at_stop_string(decode(tokenizer, token_ids, skip_special_tokens=True), stop_strings)
 

@@ -60,6 +60,7 @@ class RolloutContext:
             sampling=sampling,
             seed=self.recipe.seed,
             purpose=purpose,
+            policy_version=self.engine.policy_version,
             on_progress=on_progress,
             timer=timer,
             conversations=self.conversations,
@@ -156,7 +157,7 @@ class Sampler:
         check_not_all_failed(groups, f"step {step}")
         if context.conversations is not None:
             context.conversations.check_not_all_raised(f"step {step}", context.ranks)
-        token_ids = [rollout.token_ids for group in groups for rollout in group.rollouts]
+        token_ids = [rollout.response.token_ids for group in groups for rollout in group.rollouts]
         metrics = rollout_metrics(groups, context.grader.outcomes) | dict(metrics)
         metrics |= {
             "data/epoch": first / self.order.num_prompts,
