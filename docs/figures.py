@@ -40,6 +40,7 @@ from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
+from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.build import build_drafter
@@ -126,7 +127,7 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
         )
         shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seed": 0, "purpose": "train", "policy_version": step}
         with Grader(Ungraded(), [RewardSection(name="figures:no_reward")], GradingSection(), 1) as grader:  # type: ignore[arg-type]
-            collector = LogNormal(grader, TOKENIZER, sampling=SamplingParams(max_new_tokens=1), **shared)
+            collector = LogNormal(grader, Turns(TOKENIZER), sampling=SamplingParams(max_new_tokens=1), **shared)
             collector.num_known = num_known
             run_ahead = collector.run_ahead(ahead) if runs_ahead else []
             fixed = FixedDraws(draws, run_ahead=run_ahead)

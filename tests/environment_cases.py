@@ -16,11 +16,11 @@ from engine_cases import make_response
 from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
-from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
-from srtrl.environments.samples import Answer
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
+from srtrl.rollout.turns import Answer
 from srtrl.types import Completion, Prompt, Request, SamplingParams
 
 END = 0
@@ -58,21 +58,21 @@ def completion_of(
     return Completion(request=request, response=response)
 
 
-def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
+def ask(conversations: EnvironmentTurns, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
     """Submit one turn and wait for the answer to it."""
     conversations.submit_turn(completion, prompt)
     (answer,) = answers_of(conversations)
     return answer
 
 
-def answers_of(conversations: Conversations) -> list[Answer]:
+def answers_of(conversations: EnvironmentTurns) -> list[Answer]:
     """All answers that are still to come."""
     answers: list[Answer] = []
 
     def is_done() -> bool:
         wait(conversations.futures(), timeout=0.02)
         answers.extend(conversations.take_answers())
-        return not conversations.num_pending
+        return not conversations.futures()
 
     wait_until(is_done)
     return answers

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from srtrl.drafters.base import DrafterBase
 from srtrl.ranks.processes import Ranks
 from srtrl.rollout.collect import Collector
+from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
 from srtrl.types import (
     Completion,
@@ -94,7 +95,7 @@ class FakeGrader:
         self.pending[ticket] -= 1
         return self.pending[ticket] < 0
 
-    def wait_any(self, tickets: Sequence[int]) -> None:
+    def wait_any(self, tickets: Sequence[int], *_: object) -> None:
         waiting = [ticket for ticket in tickets if self.pending[ticket] >= 0]
         if waiting:
             self.pending[self.random.choice(waiting)] = -1
@@ -127,7 +128,7 @@ def make_collector(grader: FakeGrader, **options: Any) -> Collector:
     """Two samples per draw, on seed 11."""
     return Collector(
         cast(Grader, grader),
-        cast(PreTrainedTokenizerBase, FakeTokenizer()),
+        Turns(cast(PreTrainedTokenizerBase, FakeTokenizer())),
         num_samples=2,
         sampling=SAMPLING,
         seed=11,

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
@@ -26,10 +25,11 @@ from tiny_run import make_recipe
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.partial import PartialDraws, PartialSampler
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.rollout.collect import Collector, collect_rollouts
+from srtrl.rollout.turns import Turns
 from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, SamplingParams
 
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
@@ -58,20 +58,19 @@ def step_through(
     sizes = {"max_sequence_tokens": 128, "run_ahead_max_slowdown": None, **sizes}
     policy = tiny_policy(vocab_size=290, scale=scale)
     engine = Engine(policy, options(**sizes), drafter=SrtDrafter() if drafts else None)
-    conversations = Conversations(section_of(Ledger, max_turns=4), TOKENIZER) if has_tools else None
+    turns = EnvironmentTurns(section_of(Ledger, max_turns=4), TOKENIZER) if has_tools else Turns(TOKENIZER)
     shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "sampling": SAMPLING, "seed": 5, "purpose": "train"}
     earlier: dict[SampleKey, Response] = {}
     steps: list[Sampled] = []
     new = count()
-    with grader_of("test_rank_rollouts:half_tokens") as grader, conversations or nullcontext():
-        shared["conversations"] = conversations
+    with grader_of("test_rank_rollouts:half_tokens") as grader, turns:
         for step in range(num_steps):
             going_on = sorted({draw for draw, _ in earlier})
             numbers = [*going_on, *(next(new) for _ in range(num_open - len(going_on)))]
             draws = [(n, Prompt(prompt_id=str(n), text="", token_ids=(1 + n % 7, 2), answer="")) for n in numbers]
             due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
             part = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
-            collector = Collector(grader, TOKENIZER, ranks=ranks, prefixes=earlier, policy_version=step, **shared)
+            collector = Collector(grader, turns, ranks=ranks, prefixes=earlier, policy_version=step, **shared)
             rollouts = [rollout for group in collect_rollouts(engine, collector, part) for rollout in group.rollouts]
             steps.append({(r.draw_index, r.sample_index): contents_of(r) for r in rollouts})
             assert engine.pool.num_used == 0

@@ -105,7 +105,7 @@ class PartialDraws(FixedDraws):
         self._read_ticks(collector, collector.counters.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
-                self._completions[data_order(completion.request)] = collector.give_up(completion)
+                self._completions[data_order(completion.request)] = collector.turns.give_up(completion)
                 collector.counters.add("finished")
         yield from super().requests(engine, collector)
 

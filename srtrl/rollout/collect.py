@@ -14,15 +14,11 @@ from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from srtrl.engine.sampling import make_rng_key
-from srtrl.engine.stopping import cut_at_stop_string, decode
-from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
+from srtrl.rollout.turns import Answer, Turns
 from srtrl.types import (
     Completion,
     Conversation,
@@ -37,11 +33,11 @@ from srtrl.types import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from srtrl.engine.engine import Engine
     from srtrl.tasks.grading import Grader, GradeTicket
 
+POLL_SECONDS = 0.05
+"""Longest wait for environments, which have time limits."""
 OnEnd = Callable[[Completion], None]
 """Called when a sample of this rank has ended, before it counts as finished. The finish reason is the decoder's."""
 OnProgress = Callable[[int, int], None]
@@ -92,13 +88,13 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     counters, collector.on_end = collector.counters, partial(draws.ended, collector)
     with collector.timer.stage("rollout"), counters.synchronized(), engine.rollout(collector.purpose):
         while True:
-            collector.take_answers(engine)
             for request in draws.requests(engine, collector):
                 engine.add(request)
             is_busy = engine.has_work
             if not is_busy:
-                if draws.undecided or collector.num_pending:
+                if draws.undecided or collector.turns.futures():
                     collector.wait(draws.undecided)
+                    collector.take_answers(engine)
                     continue
                 if draws.are_over(collector) or counters.has_failed:
                     break
@@ -108,6 +104,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
             started = time.monotonic()
             for completion in engine.step():
                 collector.receive(completion)
+            collector.take_answers(engine)
             if is_busy:
                 counters.count_busy(time.monotonic() - started)
     with collector.timer.stage("grading"):
@@ -141,6 +138,7 @@ class FixedDraws(Draws):
                 completion = Completion(request=request, response=request.prefix)
                 engine.drafter.learn([completion])
                 collector.receive(completion)
+            collector.take_answers(engine)
             lines, num_first = [requests], len(requests)
             if collector.ranks.count > 1:
                 lines, num_first = self._deal(engine, collector, requests), engine.options.slots
@@ -177,8 +175,8 @@ class Collector:
 
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
-    tokenizer: PreTrainedTokenizerBase
-    """Turns response tokens into the text that is graded."""
+    turns: Turns
+    """Whether and how a sample goes on where the decoder gives it back."""
     _: KW_ONLY
     num_samples: int
     """Samples of each draw."""
@@ -190,8 +188,6 @@ class Collector:
     """`train` or `eval`: they never share noise."""
     policy_version: int
     """Number of policy updates before the rollout."""
-    conversations: Conversations | None = None
-    """The environments of samples with several turns."""
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
@@ -224,7 +220,7 @@ class Collector:
                 sampling=self.sampling,
                 purpose=self.purpose,
                 prefix=self.prefixes.get((draw_index, sample_index)),
-                has_turns=self.conversations is not None,
+                has_turns=self.turns.has_turns,
             )
             for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
             for sample_index in range(self.num_samples)
@@ -249,39 +245,28 @@ class Collector:
         return self.requests([(draw_index, prompt)])
 
     def receive(self, completion: Completion) -> None:
-        """A completion of an open draw goes to the graders; a turn to its environment."""
+        """A turn of a sample of an open draw has ended."""
         assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
-        if self.conversations is None:
-            self._grade(completion, self.sampling.stop_strings, None)
-        else:
-            self.conversations.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
-
-    def give_up(self, completion: Completion) -> Completion:
-        """A sample ends here unfinished; returns it with what its environment has answered."""
-        return completion if self.conversations is None else self.conversations.give_up(completion)
+        self.turns.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
     def take_answers(self, engine: Engine) -> None:
-        """Continue the samples whose environments have answered; those that end go to the graders."""
-        if self.conversations is None:
-            return
-        with self.timer.stage("tools"):
-            for answer in self.conversations.take_answers():
-                completion, conversation = answer.completion, answer.conversation
-                if conversation is None:
-                    engine.extend(completion, answer.extension)
-                    continue
-                if not completion.request.is_whole:  # else the engine never had it
-                    engine.end(completion)
-                self._grade(completion, (), conversation)
+        """Continue the samples that environments have answered; those that have ended go to the graders."""
+        for answer in self.turns.take_answers():
+            request = answer.completion.request
+            if answer.extension:
+                engine.extend(answer.completion, answer.extension)
+                continue
+            if request.has_turns and not request.is_whole:  # else the engine has it no longer
+                engine.end(answer.completion)
+            self._grade(answer)
 
-    def _grade(self, completion: Completion, stop_strings: Sequence[str], conversation: Conversation | None) -> None:
-        """A sample has ended: grade what the policy sampled, up to the first of `stop_strings`.
+    def _grade(self, answer: Answer) -> None:
+        """A sample has ended: grade what the policy sampled.
 
         Its finish reason is `length` where an observation did not fit.
         """
-        self.on_end(completion)
-        request, response = completion.request, completion.response
-        text = response_text(self.tokenizer, response.token_ids, stop_strings)
+        self.on_end(answer.completion)
+        request, response, conversation = answer.completion.request, answer.completion.response, answer.conversation
         if conversation is not None and conversation.stop_reason == "observation":
             response = replace(response, finish_reason="length")
         assert response.finish_reason is not None
@@ -289,20 +274,15 @@ class Collector:
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
         ticket = self.grader.submit(
             draw.prompt,
-            conversation.policy_text if conversation else text,
+            conversation.policy_text if conversation else answer.text,
             response.finish_reason,
             len(response.sampled),
             environment_reward=conversation.reward if conversation else 0.0,
             num_turns=conversation.num_turns if conversation else 1,
         )
-        draw.samples[request.sample_index] = _Sample(ticket, response, text, conversation)
+        draw.samples[request.sample_index] = _Sample(ticket, response, answer.text, conversation)
         num_done = self.counters.add("finished") + 1
         self.on_progress(num_done, max(num_done, self.num_total))
-
-    @property
-    def num_pending(self) -> int:
-        """Turns whose environments have not answered yet."""
-        return 0 if self.conversations is None else self.conversations.num_pending
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
@@ -314,12 +294,9 @@ class Collector:
         open_samples = chain.from_iterable(self._draws[draw_index].samples.values() for draw_index in draw_indices)
         tickets = [sample.ticket for sample in open_samples]
         self.counters.report_progress()
-        if self.conversations is None or not self.conversations.num_pending:
-            with self.timer.stage("grading"):
-                self.grader.wait_any(tickets)
-        else:
-            with self.timer.stage("tools"):
-                self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
+        futures = self.turns.futures()
+        with self.timer.stage("tools" if futures else "grading"):
+            self.grader.wait_any(tickets, futures, POLL_SECONDS if futures else None)
 
     def take(self, draw_indices: Sequence[int], ranks: Ranks = ONE_RANK) -> list[Rollout]:
         """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.
@@ -377,13 +354,6 @@ class _OpenDraw:
     prompt: Prompt
     samples: dict[int, _Sample] = field(default_factory=dict)
     """The finished ones, by sample index."""
-
-
-def response_text(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | npt.NDArray[np.int32], stop_strings: Sequence[str]
-) -> str:
-    """The response as text: without special tokens, cut before the first stop string."""
-    return cut_at_stop_string(decode(tokenizer, token_ids, skip_special_tokens=True), stop_strings)
 
 
 def data_order(sample: Rollout | Request) -> SampleKey:

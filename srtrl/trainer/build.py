@@ -16,7 +16,7 @@ from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.partial import PartialSampler
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
@@ -26,6 +26,7 @@ from srtrl.ranks.processes import Ranks
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
+from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.tasks.base import TaskBase
 from srtrl.trainer.critic import Critic, values_column
@@ -263,14 +264,14 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
-def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
-    """The environment that answers the policy between two turns; None where a sample is a single turn.
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Turns:
+    """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return None if environment is None else Conversations(environment, tokenizer)
+    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

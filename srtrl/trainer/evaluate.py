@@ -64,8 +64,7 @@ def evaluate(
     collector = context.collector("eval", context.recipe.eval.num_samples, sampling, on_progress, timer)
     draws = list(enumerate(map(context.started, prompts)))
     groups = collect_rollouts(context.engine, collector, FixedDraws(draws))
-    if context.conversations is not None:
-        context.conversations.check_not_all_raised("evaluation", context.ranks)
+    context.turns.check_not_all_raised("evaluation", context.ranks)
     seconds = sum(timer.take().values())
     collector.engine_metrics(context.engine)  # of evaluation: the next training step must not report them
     return groups, eval_metrics(groups, seconds, context.grader.outcomes)

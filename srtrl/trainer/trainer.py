@@ -172,7 +172,7 @@ class Trainer:
                 grader=self.grader,
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
-                conversations=self.conversations,
+                turns=self.turns,
                 ranks=ranks,
             )
             self.sampler = build.build_sampler(self.rollout_context, self.task)
@@ -196,9 +196,8 @@ class Trainer:
         recipe = self.recipe
         self.tokenizer = build.build_tokenizer(recipe)
         self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
-        self.conversations = build.build_conversations(recipe, self.tokenizer)
-        tools = self.conversations.tools if self.conversations is not None else ()
-        self.task = load_task(recipe, self.tokenizer, tools=tools)
+        self.turns = build.build_turns(recipe, self.tokenizer)
+        self.task = load_task(recipe, self.tokenizer, tools=self.turns.tools)
         self.prompts_sha256 = digest_prompts(self.task.train_prompts, self.checkpoint)
         self.evaluates_ends, self.eval_prompts = training_evals(self.task, recipe)
 
@@ -227,10 +226,9 @@ class Trainer:
         with ExitStack() as stack:
             with self.ranks.synchronized("starting the graders"):
                 stack.enter_context(self.grader)
-                if self.conversations is not None:
-                    stack.enter_context(self.conversations)
-                    self.rollout_context.started(self.task.train_prompts[0])
-                    self.conversations.try_environment(self.task.train_prompts[0])
+                stack.enter_context(self.turns)
+                self.rollout_context.started(self.task.train_prompts[0])
+                self.turns.try_environment(self.task.train_prompts[0])
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
@@ -312,7 +310,7 @@ class Trainer:
                 with self._stage("compile"), reporting_compilation(self.progress.compiling):
                     self.engine.warm_up()
                 if self.step == 0 and self.evaluates_ends:
-                    self._record_observations(0)
+                    self.turns.use_record(self.run.observations(0), self.ranks.index)
                     self._write_row(metrics := self.evaluate())
                     self.progress.say(f"before training: {describe_held_out(metrics)}")
                 self.is_stopping = self._should_stop()
@@ -324,7 +322,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
-        self._record_observations(step)
+        self.turns.use_record(self.run.observations(step), self.ranks.index)
         context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
@@ -423,11 +421,6 @@ class Trainer:
             )
         if self.ranks.is_main:
             self.run.drop_observations()
-
-    def _record_observations(self, step: int) -> None:
-        """Write the observations of environments into the file of this step, or read them where it is there."""
-        if self.conversations is not None:
-            self.conversations.use_record(self.run.observations(step), self.ranks.index)
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""

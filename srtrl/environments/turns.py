@@ -10,8 +10,6 @@ import asyncio
 import inspect
 import json
 import math
-import queue
-import threading
 import time
 import traceback
 from collections import Counter
@@ -27,11 +25,12 @@ from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, digest_of, key_of
-from srtrl.environments.samples import Answer, OpenSample, PendingTurn, Segments
+from srtrl.environments.samples import OpenSample, PendingTurn
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
-from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, start_thread, warn_once
+from srtrl.rollout.turns import Answer, Segments, Turns, response_text
+from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, warn_once
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Completion, Conversation, Prompt, segment_slices
@@ -44,11 +43,12 @@ T = TypeVar("T")
 
 NUM_THREADS = 128
 """Maximum number of environments' steps at the same time."""
-POLL_SECONDS = 0.05
 
 
-class Conversations:
-    """The environments of the samples that are decoded. A context manager: what they share is open inside it."""
+class EnvironmentTurns(Turns):
+    """The environments of the samples that are decoded; what they share is open inside the context."""
+
+    has_turns = True
 
     def __init__(self, section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase) -> None:
         """Resolve the environment and its format.
@@ -56,11 +56,14 @@ class Conversations:
         Raises:
             ValueError: a name or an option is incorrect, or the format does not fit the tokenizer.
         """
+        super().__init__(tokenizer)
         self.section = section
-        self.tokenizer = tokenizer
         self.environment_class, self.options = resolve_environment(section)
         self._seconds = self._patience = float(self.environment_class.timeout_seconds)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
+        if self.format.describes_tools:
+            self.tools = tool_schemas(self.environment_class.tools)
+        self.starts_prompts = self.environment_class.start is not EnvironmentBase.start
         self._samples: dict[tuple[str, int, int], OpenSample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
         """By id and text of either: a prompt, and the prompt with the environment's first messages."""
@@ -71,7 +74,6 @@ class Conversations:
         self._first_traceback = ""
         self._stack = ExitStack()
         self._shared: Any = None
-        self._queue: queue.SimpleQueue[PendingTurn | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         environment, options, name = self.environment_class, self.options, self.section.name
@@ -82,14 +84,16 @@ class Conversations:
             if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
                 message = "must return an integer from 1 on, or None; it returned"
                 raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
-            self._max_threads = NUM_THREADS if limit is None else min(NUM_THREADS, limit)
-            self._num_threads, self._idle = 0, threading.Semaphore(0)
-            stack.callback(self._end_threads)
+            self._threads = DaemonThreads(NUM_THREADS if limit is None else min(NUM_THREADS, int(limit)))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.clear()
+        for sample in self._samples.values():
+            self._close(sample)
+        self._samples.clear()
+        self._pending.clear()
+        self._record.close()
         self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
 
     def _call(self, what: str, function: Callable[[], T], seconds: float | None = None) -> T:
@@ -117,20 +121,9 @@ class Conversations:
             if isinstance(caught.error.__cause__, TimeoutError):
                 self._patience = 0.0  # the first one that hangs is the last that is waited for
 
-    @property
-    def num_pending(self) -> int:
-        """Turns whose answer is still to come."""
-        return len(self._pending)
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The tools for the chat template; empty where the format does not put them into the prompt."""
-        return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
-
-    @property
-    def starts_prompts(self) -> bool:
-        """Whether the environment adds to prompts: `started` must then be called inside the context."""
-        return self.environment_class.start is not EnvironmentBase.start
+    def _result_of(self, value: Any) -> Any:
+        """What a coroutine returns; any other value is itself."""
+        return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with the environment's first messages.
@@ -229,10 +222,7 @@ class Conversations:
         pending = self._read(completion, self._samples[key])
         self._pending.append(pending)
         if not pending.answer.done():
-            self._queue.put(pending)
-            if not self._idle.acquire(blocking=False) and self._num_threads < self._max_threads:
-                self._num_threads += 1
-                start_thread(self._answer_turns)
+            pending.answer = self._threads.submit(self._answer, pending)
 
     def give_up(self, completion: Completion) -> Completion:
         """A sample ends unfinished, in a turn; returns it with what was answered so far."""
@@ -276,14 +266,6 @@ class Conversations:
     def futures(self) -> list[Future[Step]]:
         """The answers to wait for, at most `POLL_SECONDS` because of the time limit."""
         return [pending.answer for pending in self._pending]
-
-    def clear(self) -> None:
-        """Give all samples up."""
-        for sample in self._samples.values():
-            self._close(sample)
-        self._samples.clear()
-        self._pending.clear()
-        self._record.close()
 
     def check_not_all_raised(self, where: str, ranks: Ranks = ONE_RANK) -> None:
         """Stop where the environments of all samples of a step, on all ranks, have raised.
@@ -330,37 +312,22 @@ class Conversations:
         errors = [f"error: {message}" for _, message in results]
         return turn, Step(observation=errors, outcomes=[outcome for outcome, _ in results])
 
-    def _end_threads(self) -> None:
-        for _ in range(self._num_threads):
-            self._queue.put(None)
-
-    def _answer_turns(self) -> None:
-        """The body of each thread: call environments. The semaphore counts the threads that wait for a turn."""
-        while (pending := self._queue.get()) is not None:
-            pending.started = time.monotonic()
-            with Caught() as caught:
-                step = self._answer(pending)
-            pending.seconds = time.monotonic() - pending.started
-            if not pending.answer.set_running_or_notify_cancel():
-                return  # past the time limit: another thread has taken the place of this one
-            self._idle.release()  # before the answer is seen, or the next turn would start a thread
-            if caught.error is not None:
-                pending.answer.set_exception(caught.error)
-            else:
-                pending.answer.set_result(step)
-
     def _answer(self, pending: PendingTurn) -> Step:
         """The environment's answer to a turn, after the turns that it has not seen."""
-        sample = pending.sample
-        environment = self._begin(sample)[0] if sample.environment is None else sample.environment
-        unseen, sample.unseen = sample.unseen, []
-        for turn, step in unseen:
-            if self.environment_class.can_replay():
-                self._result_of(environment.replay(turn, step))
-            else:
-                with Caught():  # an error is in the record as the answer
-                    self._step(environment, turn)
-        return self._step(environment, pending.turn)
+        sample, started = pending.sample, time.monotonic()
+        pending.started = started
+        try:
+            environment = self._begin(sample)[0] if sample.environment is None else sample.environment
+            unseen, sample.unseen = sample.unseen, []
+            for turn, step in unseen:
+                if self.environment_class.can_replay():
+                    self._result_of(environment.replay(turn, step))
+                else:
+                    with Caught():  # an error is in the record as the answer
+                        self._step(environment, turn)
+            return self._step(environment, pending.turn)
+        finally:
+            pending.seconds = time.monotonic() - started
 
     def _step(self, environment: EnvironmentBase, turn: Turn) -> Step:
         """The result of `step`, or of its coroutine."""
@@ -368,10 +335,6 @@ class Conversations:
         if not isinstance(step, Step):
             raise TypeError(f"`step` of the environment {self.section.name} must return a Step, found {step!r:.80}")
         return step
-
-    def _result_of(self, value: Any) -> Any:
-        """What a coroutine returns; any other value is itself."""
-        return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def _close(self, sample: OpenSample) -> None:
         if sample.environment is not None:
@@ -409,14 +372,16 @@ class Conversations:
             else:
                 sample.segments += [(kind, len(token_ids)) for kind, token_ids in segments if token_ids]
         if not stop_reason:
-            return Answer(completion=completion, extension=extension, conversation=None)
-        conversation = self._end(completion, sample, stop_reason)
-        return Answer(completion=with_answers(completion, sample.answers), extension=[], conversation=conversation)
+            return Answer(completion=completion, extension=extension)
+        return Answer(
+            completion=with_answers(completion, sample.answers),
+            text=response_text(self.tokenizer, completion.response.token_ids, ()),
+            conversation=self._end(completion, sample, stop_reason),
+        )
 
     def _result(self, pending: PendingTurn) -> Step:
         """The environment's answer; errors and the time limit become answers, too."""
-        if pending.answer.cancel():
-            start_thread(self._answer_turns)  # in place of the one that hangs
+        if self._threads.give_up(pending.answer):
             limit = f"within the class's timeout_seconds ({self._seconds:g})"
             warn_once(f"a sample ends: `step` of {self.section.name} gave no answer {limit}; {ADVICE}")
             return Step(is_done=True, stop_reason="time", outcomes=["time"])
