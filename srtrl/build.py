@@ -19,7 +19,7 @@ from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.adapters import load_policy, read_adapter
 from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
 from srtrl.features.lora import LoraAdamW
@@ -33,6 +33,7 @@ from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.rollout.share import Share
+from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
@@ -122,8 +123,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
         tokenizer = build_tokenizer(recipe)
         end_ids = response_end_ids(recipe.model.path, tokenizer)
-        conversations = build_conversations(recipe, tokenizer)
-        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations is not None else ())
+        turns = build_turns(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
         device = choose_device(recipe)
@@ -156,7 +157,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             grader=Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
             tokenizer=tokenizer,
             end_ids=end_ids,
-            conversations=conversations,
+            turns=turns,
             share=choose_share(),
         )
         return Parts(
@@ -409,14 +410,14 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
-def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
-    """The environment that answers the policy between two turns; None where a sample is a single turn.
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Turns:
+    """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return None if environment is None else Conversations(environment, tokenizer)
+    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -69,8 +69,7 @@ def check_data(recipe: Recipe) -> None:
         return
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
-    conversations = build.build_conversations(recipe, tokenizer)
-    task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+    task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
     DataOrder(len(task.train_prompts), recipe.seed)
     training_evals(task, recipe)
 

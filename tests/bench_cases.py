@@ -48,7 +48,8 @@ class Repeater(DrafterBase):
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             assert slot not in self.names
-            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "'" * request.turn
+            num_turns = len(request.prefix.extensions) if request.prefix else 0
+            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "'" * num_turns
             self.log.append(f"start {self.names[slot]}")
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
@@ -67,10 +68,10 @@ class Repeater(DrafterBase):
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
-            self.log.append(f"finish {self.names.pop(slot)}: {completion and completion.token_ids}")
+            self.log.append(f"finish {self.names.pop(slot)}: {completion and completion.response.token_ids.tolist()}")
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]
+        self.log += [f"learn {one.request.prompt_id}: {one.response.token_ids.tolist()}" for one in completions]
 
     def calls(self, *kinds: str) -> str:
         """Those parts of the log that begin with one of these words, in one line."""

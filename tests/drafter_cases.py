@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from engine_cases import make_request
+from engine_cases import make_request, make_response
 
 from srtrl.bench.replay_loop import count_accepted
 from srtrl.drafters.base import DrafterBase, end_to_end
@@ -22,13 +22,7 @@ def request(
 
 
 def completion(request: Request, tokens: Sequence[int]) -> Completion:
-    return Completion(
-        request=request,
-        token_ids=list(tokens),
-        rollout_logprobs=[0.0] * len(tokens),
-        finish_reason="stop",
-        policy_version=0,
-    )
+    return Completion(request=request, response=make_response(tokens))
 
 
 def start(drafter: DrafterBase, requests: Mapping[int, Request]) -> None:

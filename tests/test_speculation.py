@@ -48,7 +48,7 @@ def texts_of(completions: Completions) -> Texts:
     """The completions as history."""
     texts: Texts = {}
     for one in completions.values():
-        texts.setdefault(one.request.prompt_token_ids, []).append(np.array(one.token_ids, np.int32))
+        texts.setdefault(one.request.prompt_token_ids, []).append(np.array(one.response.token_ids.tolist(), np.int32))
     return texts
 
 
@@ -233,7 +233,7 @@ def test_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
             for index in range(first, first + 20_000)
         ]
         for completion in engine.generate(requests):
-            counts[np.ravel_multi_index(tuple(completion.token_ids), (vocab_size,) * length)] += 1
+            counts[np.ravel_multi_index(tuple(completion.response.token_ids.tolist()), (vocab_size,) * length)] += 1
     metrics = engine.take_metrics()
     assert metrics["engine/verified_per_decode_step"] > 2
     assert 0.02 < metrics["engine/acceptance_depth_1"] < 0.98

@@ -185,8 +185,8 @@ def check_completions(completions: Sequence[Completion], trace: Trace) -> None:
     """Assert that each completion is the recorded one, token for token."""
     assert len(completions) == len(trace.requests), "not all samples were decoded"
     for completion in completions:
-        expected = trace.responses[completion.request.rng_key].tolist()
-        assert completion.token_ids == expected, "the tokens are not those of the trace"
+        expected = trace.responses[completion.request.rng_key]
+        assert np.array_equal(completion.response.token_ids, expected), "the tokens are not those of the trace"
 
 
 def rows_of(runs: dict[str, list[dict[str, float]]], num_slots: int, trace: Trace) -> list[Row]:

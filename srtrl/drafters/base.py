@@ -27,8 +27,8 @@ class DrafterBase:
     A subclass named `Drafter` in `srtrl/drafters/<name>.py` is the drafter `<name>`. Its `Options` document and check
     `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A decoding sample is known
     by its slot, a small integer that another sample has after `finish`. A sample that was preempted starts again, and
-    all of its tokens are observed again. So does a sample of several turns at each turn: what is observed
-    begins at `request.text_start` with what was put in after the turn before.
+    all of its tokens are observed again. So does a sample of several turns at each turn, with the turns before it as
+    `request.prefix`: what is observed begins at `request.text_start` with what was put in after the turn before.
     """
 
     Options: type[Section] = Section

@@ -147,7 +147,7 @@ class Drafter(DrafterBase):
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts."""
         for completion in completions:
-            text, starts = np.array(completion.token_ids, np.int32), [start for start, _ in completion.extensions]
+            text, starts = completion.response.token_ids, [start for start, _ in completion.response.extensions]
             text = np.insert(text, starts, START_TOKEN) if starts else text
             purpose, prompt = key_of(completion.request)
             self.cache(purpose).add(prompt, text)

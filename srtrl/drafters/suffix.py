@@ -87,7 +87,7 @@ class Drafter(DrafterBase):
         """Responses enter the global trie at once."""
         for completion in completions:
             trie = self._trie_of(completion.request)
-            text, starts = np.array(completion.token_ids, np.int32), [start for start, _ in completion.extensions]
+            text, starts = completion.response.token_ids, [start for start, _ in completion.response.extensions]
             trie.insert(np.insert(text, starts, START_TOKEN) if starts else text)
             self._shared.refresh(trie)
 

@@ -29,7 +29,7 @@ from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verif
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
-from srtrl.types import Completion, FinishReason, Purpose, Request, SamplingParams, sampled_indices
+from srtrl.types import Completion, FinishReason, Purpose, Request, Response, SamplingParams
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -171,7 +171,7 @@ class Engine:
             ValueError: There are no tokens, one is not in the vocabulary, or no room is left to sample one after them.
         """
         request = completion.request
-        room = request.sampling.max_new_tokens - len(completion.token_ids) - 1
+        room = request.sampling.max_new_tokens - len(completion.response.token_ids) - 1
         if not 1 <= len(token_ids) <= room or not all(0 <= token < self.vocab_size for token in token_ids):
             raise ValueError(
                 f"prompt {request.prompt_id!r}, sample {request.sample_index}: expected 1 to {room} tokens of a "
@@ -191,20 +191,21 @@ class Engine:
         a first turn.
 
         Returns:
-            Their responses so far; the finish reason `length` means nothing.
+            Their responses so far.
         """
 
         def num_sampled(sample: Sample) -> int:
-            sampled = sampled_indices(len(self.batch.generated(sample.slot)), sample.extensions)
-            return int((sampled >= sample.request.num_reused).sum())
+            num_reused = sample.request.num_reused
+            num_extended = sum(stop - start for start, stop in sample.extensions if start >= num_reused)
+            return len(self.batch.generated(sample.slot)) - num_reused - num_extended
 
         ended = [sample for sample in self.scheduler.running if num_sampled(sample) >= num_tokens]
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
-        completions = [self._completion(sample, "length") for sample in ended]
+        completions = [self._completion(sample) for sample in ended]
         run_aheads = [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions]
-        self.drafter.finish(slots, [None if text.extensions else text for text in run_aheads])
+        self.drafter.finish(slots, [None if text.response.extensions else text for text in run_aheads])
         return completions
 
     @contextmanager
@@ -311,9 +312,13 @@ class Engine:
             self._give_up(step.ended)
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
-            self.drafter.start(slots, [sample.request for sample in step.started])
+            requests = [
+                replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
+                for one in step.started
+            ]
+            self.drafter.start(slots, requests)
             self.head_drafts.start(slots)
-            resumed = [self.batch.generated(sample.slot)[sample.request.text_start :] for sample in step.started]
+            resumed = [self.batch.generated(slot)[one.text_start :] for slot, one in zip(slots, requests, strict=True)]
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
@@ -383,19 +388,22 @@ class Engine:
 
     def _give_up(self, ended: Mapping[int, Sample]) -> None:
         """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
-        texts = [self._completion(s, "length") if s.request.is_run_ahead else None for s in ended.values()]
+        texts = [self._completion(s) if s.request.is_run_ahead else None for s in ended.values()]
         self.drafter.finish(list(ended), texts)
 
-    def _completion(self, sample: Sample, finish_reason: FinishReason) -> Completion:
-        """The response so far of a sample that has left its slot."""
-        return Completion(
-            request=sample.request,
-            token_ids=sample.token_ids.tolist(),
-            rollout_logprobs=sample.logprobs.tolist(),
+    def _completion(self, sample: Sample, finish_reason: FinishReason | None = None) -> Completion:
+        """The response of a sample up to where it has left its slot, or has got it."""
+        versions = np.full(len(sample.token_ids), self.policy_version, np.int32)
+        if (prefix := sample.request.prefix) is not None:
+            versions[: len(prefix.token_ids)] = prefix.policy_versions
+        response = Response(
+            token_ids=sample.token_ids,
+            rollout_logprobs=sample.logprobs,
+            policy_versions=versions,
             finish_reason=finish_reason,
-            policy_version=self.policy_version,
             extensions=tuple(sample.extensions),
         )
+        return Completion(request=sample.request, response=response)
 
     def _record(
         self, step: ScheduledStep, trees: DraftTrees, drafted: bool, verified: Verified, clock: StageClock

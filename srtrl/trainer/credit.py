@@ -108,14 +108,15 @@ def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
 
 
 def _train_sequence(rollout: Rollout) -> TrainSequence:
-    sampled = rollout.sampled
+    response, sampled = rollout.response, rollout.response.sampled
+    ages = (rollout.policy_version - response.policy_versions)[sampled]
     return TrainSequence(
-        token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), rollout.token_ids]),
+        token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), response.token_ids]),
         targets=len(rollout.prompt.token_ids) + sampled,
         draw_index=rollout.draw_index,
-        rollout_logprobs=rollout.rollout_logprobs[sampled],
+        rollout_logprobs=response.rollout_logprobs[sampled],
         advantages=np.zeros(len(sampled), np.float32),
-        ages=None if rollout.prefix is None else (rollout.policy_version - rollout.policy_versions)[sampled],
+        ages=ages if ages.any() else None,
     )
 
 
@@ -168,7 +169,7 @@ def assign_credit(
     metrics["groups/zero_advantage_share"] = 1 - len(draws_with_signal) / len(groups)
     kept = list(range(len(rollouts)))
     if algorithm.overlong_filtering:
-        kept = [index for index in kept if rollouts[index].finish_reason != "length"]
+        kept = [index for index in kept if rollouts[index].response.finish_reason != "length"]
         metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
     return Credit(
         sequences=[
