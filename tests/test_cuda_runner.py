@@ -12,16 +12,15 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
 from srtrl.engine import cuda_runner as cuda_runner_module
-from srtrl.engine import engine as engine_module
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.cuda_shapes import MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
-from srtrl.engine.engine import make_runner
 from srtrl.engine.rows import StepShape, StepSize
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import H200
+from srtrl.trainer import build
 
 PLANNER = ShapePlanner(
     config_from_hf(SHAPES["qwen2.5-1.5b"]),
@@ -152,9 +151,9 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_missing_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
-    monkeypatch.setattr(engine_module, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
+    monkeypatch.setattr(build, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
-        make_runner(policy, EngineOptions(), 100)
+        build.build_runner(policy, EngineOptions())
 
 
 def test_a_step_without_memory_names_the_options_that_help() -> None:

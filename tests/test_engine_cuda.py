@@ -19,10 +19,11 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.engine import Engine, EngineOptions, make_runner
+from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import StepShape
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
+from srtrl.trainer.build import build_runner
 from srtrl.types import Request
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
@@ -178,7 +179,7 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
 @pytest.mark.gpu
 def test_pages_take_their_share_of_the_memory() -> None:
     policy = runner_policy().bfloat16()
-    assert isinstance(make_runner(policy, EngineOptions(), 100), CudaRunner)
+    assert isinstance(build_runner(policy, EngineOptions(max_sequence_tokens=100)), CudaRunner)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     large = 16_384  # tokens of a page: so few slots can use all memory

@@ -18,6 +18,7 @@ from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.model.transformer import ModelConfig, Transformer
+from srtrl.trainer.build import build_runner
 from srtrl.types import Completion, Request
 
 COUNTED = ("engine/decode_steps", "engine/tokens_per_decode_step", "engine/verified_per_decode_step")
@@ -158,7 +159,7 @@ def make_engine(
     options = EngineOptions(slots=slots, max_sequence_tokens=max_sequence_tokens, **changes)
     longest = max_sequence_tokens + options.max_draft_nodes
     pages = slots * -(-longest // options.page_size)
-    return Engine(policy, replace(options, num_pages=pages), runner=runner, cost=cost)
+    return Engine(policy, replace(options, num_pages=pages), runner=runner or build_runner(policy, options), cost=cost)
 
 
 def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:

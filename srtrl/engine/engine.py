@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class Engine:
         cost: StepCost | None = None,
         draft_head: DraftHead | None = None,
     ) -> None:
-        """`runner`: by default the one for the policy's device. `cost`: of a step; by default it is measured.
+        """`runner`: by default the one for a policy on a CPU. `cost`: of a step; by default it is measured.
 
         `draft_head`: drafts beside the drafter, `options.draft_head_tokens` in a row.
         """
@@ -65,7 +64,7 @@ class Engine:
                 f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json): lower "
                 "rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
-        self.runner = runner or make_runner(policy, options, self.max_sequence_tokens)
+        self.runner = runner or CpuRunner(policy, options)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
         self.batch = Batch(options.slots, self.max_sequence_tokens, self.pool, options.max_draft_nodes)
@@ -444,24 +443,6 @@ class Engine:
             num_slots=slots,
             max_rows=slots * (1 + self.options.max_draft_nodes),
         )
-
-
-def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> Runner:
-    """The runner for the policy's device, without pages yet.
-
-    Raises:
-        ValueError: Triton is not installed.
-    """
-    if policy.device.type == "cpu":
-        return CpuRunner(policy, options)
-    if find_spec("triton") is None:
-        raise ValueError(
-            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
-            "installation lacks: `pip install triton`, or run with device=cpu"
-        )
-    from srtrl.engine.cuda_runner import CudaRunner
-
-    return CudaRunner(policy, options, max_sequence_tokens)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ import torch
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_head import DraftHead
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
-from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
+from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.environments.conversations import Conversations
 from srtrl.features.partial import PartialSampler
@@ -225,7 +227,33 @@ def build_engine(
         draft_head_tokens=rollout.draft_head.k if rollout.draft_head else 0,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
-    return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe), draft_head=draft_head)
+    return Engine(
+        model,
+        options,
+        tokenizer=tokenizer,
+        drafter=build_drafter(recipe),
+        runner=build_runner(model, options),
+        draft_head=draft_head,
+    )
+
+
+def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
+    """The runner for the policy's device, without pages yet; `options` say how long sequences may be.
+
+    Raises:
+        ValueError: Triton is not installed.
+    """
+    if policy.device.type == "cpu":
+        return CpuRunner(policy, options)
+    if find_spec("triton") is None:
+        raise ValueError(
+            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
+            "installation lacks: `pip install triton`, or run with device=cpu"
+        )
+    from srtrl.engine.cuda_runner import CudaRunner
+
+    assert options.max_sequence_tokens is not None
+    return CudaRunner(policy, options, options.max_sequence_tokens)
 
 
 def number_of_slots(
