@@ -43,7 +43,7 @@ def build(device: str, *, num_layers: int, slots: int, cuda_graphs: bool = True)
     """A CUDA runner of Qwen2.5-1.5B with random weights, or of a tiny model on a CPU."""
     import torch
 
-    from srtrl.engine.cuda_runner import CudaRunner
+    from srtrl.cuda.runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.shapes import SHAPES

@@ -9,9 +9,9 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
+from srtrl.cuda.tiles import AttentionScratch
 from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs
 from srtrl.model.paged_attention import KVCache, ReferencePlan, TreeRows
-from srtrl.model.tree_attention import AttentionScratch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +106,7 @@ def attend_by_kernel(
     rows_per_tile: int = 4,
 ) -> Tensor:
     """[N, H, E] of the first layer; zeros for padding."""
-    from srtrl.model.triton_attention import attend_tree
+    from srtrl.cuda.attention import attend_tree
 
     keys, values = cache.kernel_keys(0), cache.kernel_values(0)
     num_kv_heads = keys.shape[2]

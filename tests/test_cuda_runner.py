@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
-from srtrl.engine import cuda_runner as cuda_runner_module
-from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.cuda_shapes import MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
+from srtrl.cuda import runner as cuda_runner_module
+from srtrl.cuda.runner import CudaRunner
+from srtrl.cuda.shapes import MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
+from srtrl.cuda.tiles import H200
 from srtrl.engine.rows import StepShape, StepSize
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import H200
 from srtrl.trainer import build
 
 PLANNER = ShapePlanner(

@@ -15,10 +15,10 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import runner_policy, use_reference
 from test_draft_head import make_head
 
+from srtrl.cuda.graphs import StepGraphs
+from srtrl.cuda.runner import CudaRunner
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_head import DraftHead
-from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import StepShape
 from srtrl.engine.runner import SampledRows, page_bytes_of

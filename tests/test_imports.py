@@ -35,6 +35,7 @@ LAYERS = (
     ("model",),
     ("drafters",),
     ("engine",),
+    ("cuda",),
     ("tasks",),
     ("environments",),
     ("rollout",),

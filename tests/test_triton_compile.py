@@ -81,13 +81,13 @@ def main(everything: bool) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from srtrl.cuda.runner import CudaRunner
+    from srtrl.cuda.tiles import DeviceLimits, programs_per_device
     from srtrl.drafters.draft_head import DraftHead
-    from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.shapes import SHAPES
     from srtrl.model.transformer import Transformer
-    from srtrl.model.tree_attention import DeviceLimits, programs_per_device
 
     found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
     launches: Counter[str] = Counter()

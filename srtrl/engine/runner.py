@@ -1,6 +1,6 @@
 """The interface of the device that computes: one forward pass with sampling, and the KV cache.
 
-`cpu_runner.py` and `cuda_runner.py` implement it. A step: `inputs_for` gives the arrays, the engine fills them,
+`cpu_runner.py` and `srtrl/cuda/runner.py` implement it. A step: `inputs_for` gives the arrays, the engine fills them,
 `launch` queues the step, `wait` brings the sampled tokens, `move_kv` makes accepted drafts' KV contiguous.
 """
 

@@ -250,7 +250,7 @@ def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
             "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
             "installation lacks: `pip install triton`, or run with device=cpu"
         )
-    from srtrl.engine.cuda_runner import CudaRunner
+    from srtrl.cuda.runner import CudaRunner
 
     assert options.max_sequence_tokens is not None
     return CudaRunner(policy, options, options.max_sequence_tokens)

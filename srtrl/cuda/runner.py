@@ -18,18 +18,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl.cuda.graphs import StepGraphs
+from srtrl.cuda.layers import fused_forward, move_kv
+from srtrl.cuda.sampling import SamplingScratch, rank_listed_triton, sample_rows_triton
+from srtrl.cuda.shapes import MAX_GRAPH_ROWS, ShapePlanner, padded_rows, row_edges
+from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, choose_split_keys
 from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead
-from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, ShapePlanner, padded_rows, row_edges
 from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, aligned
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
-from srtrl.engine.triton_sampling import SamplingScratch, rank_listed_triton, sample_rows_triton
 from srtrl.model.attention import copy_to_device
 from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import H200, AttentionScratch, DeviceLimits, choose_split_keys
-from srtrl.model.triton_layers import fused_forward, move_kv
 
 Array = npt.NDArray[Any]
 

@@ -6,11 +6,11 @@ shapes, and each is little larger than what it is for. Pure arithmetic on the ho
 
 import torch
 
+from srtrl.cuda.tiles import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
 from srtrl.engine.draft_budget import MAX_ROWS
 from srtrl.engine.rows import StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
 from srtrl.model.transformer import ModelConfig
-from srtrl.model.tree_attention import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
 
 MAX_GRAPH_ROWS = 2048
 """Larger steps are not captured: they keep the device busy for longer than it takes to launch them."""

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from srtrl.cuda.jit import jit
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2
-from srtrl.model.triton_jit import jit
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)

@@ -1,7 +1,7 @@
 """Launch sizes of the tree attention of a decode step on a CUDA device: arithmetic on the host, without Triton.
 
 Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
-the kernel (`triton_attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
+the kernel (`attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
 several programs share the keys of a tile. How many is part of a captured graph, so there are few such numbers; the keys
 of one split are read from the device.
 
