@@ -17,10 +17,10 @@ from test_draft_head import make_head
 
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.runner import CudaRunner
+from srtrl.cuda.shapes import LaunchShape
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.rows import StepShape
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
 from srtrl.trainer.build import build_runner
@@ -113,7 +113,7 @@ def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str)
             assert pages is None or metrics["engine/preemptions"] > 0
         assert accepted[0] == (accepted[1] if small else pytest.approx(accepted[1], rel=0.2))
         assert (accepted[0]["engine/head_acceptance_depth_1"] > 0) == (kind == "random")
-        graphs = [key for key in runner_of(engines[0])._graphs._graphs if not isinstance(key, StepShape)]
+        graphs = [key for key in runner_of(engines[0])._graphs._graphs if not isinstance(key, LaunchShape)]
         assert 1 <= len(graphs) <= slots
 
 

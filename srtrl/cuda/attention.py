@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from srtrl.cuda.jit import jit
-from srtrl.cuda.tiles import MAX_NUM_SPLITS, NUM_THREADS, AttentionScratch, keys_at_once, max_registers
-from srtrl.model.paged_attention import TreeRows
+from srtrl.cuda.tiles import MAX_NUM_SPLITS, NUM_THREADS, AttentionScratch, TiledRows, keys_at_once, max_registers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -35,7 +34,7 @@ def attend_tree(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: TreeRows,
+    rows: TiledRows,
     out: Tensor,
     *,
     scratch: AttentionScratch,

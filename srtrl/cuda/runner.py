@@ -21,14 +21,13 @@ from torch import Tensor
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, rank_listed_triton, sample_rows_triton
-from srtrl.cuda.shapes import MAX_GRAPH_ROWS, ShapePlanner, padded_rows, row_edges
-from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, choose_split_keys
+from srtrl.cuda.shapes import MAX_GRAPH_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
+from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, choose_split_keys, fill_tiles
 from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, aligned
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize, aligned, slices_of
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.attention import copy_to_device
-from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
 
 Array = npt.NDArray[Any]
@@ -77,11 +76,16 @@ class PinnedCopy:
 class CudaStep:
     """The views of one shape of step, which are kept: to make them takes longer than to fill them."""
 
+    shape: LaunchShape
     inputs: StepInputs
-    """On the host."""
+    """On the host, as the four that follow."""
+    host_tiles: Int32Array
+    host_split_keys: Int32Array
+    host_num_moves: Int32Array
+    host_moves: Int32Array
     results: SampledRows
     """The results on the host, [L]."""
-    rows: TreeRows
+    rows: TiledRows
     """On the device, as all that follow."""
     temperatures: Tensor
     """[L] float32."""
@@ -92,7 +96,7 @@ class CudaStep:
     num_moves: Tensor
     """[1] int32."""
     moves: Tensor
-    """[max_moves, 3] int32."""
+    """[MAX_ROWS, 3] int32, what the step before has left to move; see `verify.plan_moves`."""
     hidden: Tensor
     """[N, D], written."""
     tokens: Tensor
@@ -178,13 +182,13 @@ class CudaRunner(Runner):
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """The device's work in a step; tests replace it by plain PyTorch."""
         self._graphs = StepGraphs(device if is_cuda and options.cuda_graphs else None)
-        self._steps: OrderedDict[StepShape, CudaStep] = OrderedDict()
+        self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
         """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
         self._staging = PinnedCopy(largest.num_elements, device)
-        self._results = PinnedCopy(2 * aligned(largest.num_sampled), device)
-        self.hidden = torch.zeros(largest.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
+        self._results = PinnedCopy(2 * aligned(largest.step.num_sampled), device)
+        self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # A table of its own: the model's is made anew when the update needs a longer one.
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
@@ -207,12 +211,11 @@ class CudaRunner(Runner):
         step = self._step = self._steps.get(shape) or self._make_step(shape)
         self._steps.move_to_end(shape)
         self._staging.wait()
-        inputs, num_moves = step.inputs, len(self._moves)
-        inputs.split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
-        inputs.num_moves[0] = num_moves
-        inputs.moves[:num_moves] = self._moves
-        self._moves = NO_MOVES
-        return inputs
+        step.host_split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
+        step.host_num_moves[0] = num_moves = len(self._moves)
+        step.host_moves[:num_moves] = self._moves
+        self._moves, self._num_rows = NO_MOVES, size.num_rows
+        return step.inputs
 
     def move_kv(self, moves: Int32Array) -> None:
         """See `Runner`; they are the first thing that the next step does."""
@@ -230,12 +233,13 @@ class CudaRunner(Runner):
         assert step is not None
         assert step.inputs is inputs, "these are not the inputs that were asked for last"
         shape = inputs.shape
+        fill_tiles(step.host_tiles, inputs, self._num_rows, step.shape.rows_per_tile)
         if self._may_have_moved:
             self._drop_graphs_if_moved()
         try:
-            self._staging.upload(shape.num_elements)
+            self._staging.upload(step.shape.num_elements)
             can_capture = shape.num_rows <= MAX_GRAPH_ROWS
-            is_prepared = self._graphs.run(shape.graph_key, partial(self.compute, step), can_capture=can_capture)
+            is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
             if filters is not None:
                 self._sample_filtered(step, filters)
         except torch.OutOfMemoryError as error:
@@ -297,8 +301,8 @@ class CudaRunner(Runner):
             self.cache,
             step.rows,
             rotary=self._rotary,
-            block_m=step.inputs.shape.block_m,
-            num_splits=step.inputs.shape.num_splits,
+            block_m=step.shape.block_m,
+            num_splits=step.shape.num_splits,
             scratch=self._attention,
             out=step.hidden,
         )
@@ -328,31 +332,38 @@ class CudaRunner(Runner):
         noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])
         sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
 
-    def _make_step(self, shape: StepShape) -> CudaStep:
+    def _make_step(self, shape: LaunchShape) -> CudaStep:
         """Views of a step of a new shape, kept until `MAX_STEPS` others were used more recently."""
         if len(self._steps) == MAX_STEPS:
             self._steps.popitem(last=False)
         dtypes: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
-        slices = shape.slices()
+        layout, host = shape.fields(), self._staging.host.numpy()
+        slices = slices_of(layout)
         views = {
             name: self._staging.device[slices[name]].view(dtypes[dtype]).view(size)
-            for name, (dtype, size) in shape.fields().items()
+            for name, (dtype, size) in layout.items()
         }
-        width = aligned(shape.num_sampled)  # log-probs, too, begin where kernels expect it
+        num_sampled = shape.step.num_sampled
+        width = aligned(num_sampled)  # log-probs, too, begin where kernels expect it
         (host_tokens, host_logprobs), (tokens, logprobs) = (
-            results[: 2 * width].view(2, width)[:, : shape.num_sampled]
+            results[: 2 * width].view(2, width)[:, :num_sampled]
             for results in (self._results.host, self._results.device)
         )
         step = self._steps[shape] = CudaStep(
-            inputs=StepInputs.of(self._staging.host.numpy(), shape),
+            shape=shape,
+            inputs=StepInputs.of(host[slices["rng_keys"].start :], shape.step),
+            host_tiles=host[slices["tiles"]].reshape(-1, 4),
+            host_split_keys=host[slices["split_keys"]],
+            host_num_moves=host[slices["num_moves"]],
+            host_moves=host[slices["moves"]].reshape(-1, 3),
             results=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
-            rows=TreeRows(**{field.name: views[field.name] for field in fields(TreeRows)}),
+            rows=TiledRows(**{field.name: views[field.name] for field in fields(TiledRows)}),
             temperatures=views["temperatures"],
             rng_keys=views["rng_keys"],
             sample_positions=views["sample_positions"],
             num_moves=views["num_moves"],
             moves=views["moves"],
-            hidden=self.hidden[: shape.num_rows],
+            hidden=self.hidden[: shape.step.num_rows],
             tokens=tokens,
             logprobs=logprobs.view(torch.float32),
         )
