@@ -32,15 +32,14 @@ class DrafterBase:
     """
 
     Options: type[Section] = Section
+    drafts: bool = True
+    """Whether it ever drafts."""
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
     knows_noise: bool = True
     """Whether the tokens are those that the noise of their samples decides; not where recorded ones replace them."""
-    min_score: float = 0.0
-    """Nodes with a lower score are not worth a row of the coming step: the engine sets it before it calls `propose`,
-    which need not make them."""
 
     def __init__(self, options: Section | None = None) -> None:
         """Make a drafter; without options, with their defaults."""
@@ -56,10 +55,11 @@ class DrafterBase:
         `request.is_run_ahead` marks a sample that is decoded for later drafts only.
         """
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return one tree for each of `slots` [B], of at most `max_nodes` [B] nodes; it may be empty.
 
-        Nodes come in order of falling score, so that the first n of a tree are its best n.
+        Nodes come in order of falling score, so that the first n of a tree are its best n. Those with a score below
+        `min_score` are not worth a row of the coming step, and need not be made.
         """
         raise NotImplementedError(f"{self} has no `propose`")
 

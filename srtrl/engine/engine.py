@@ -105,7 +105,7 @@ class Engine:
     @property
     def is_off(self) -> bool:
         """Whether nothing is ever drafted."""
-        has_source = self.head_drafts.is_on or not isinstance(self.drafter, NoDrafter)
+        has_source = self.head_drafts.is_on or self.drafter.drafts
         return not has_source or self.control.fixed == 0
 
     @property
@@ -329,12 +329,12 @@ class Engine:
         if max_nodes == 0:
             return DraftTrees.empty(len(step.slots)), False
         slots = step.slots[:num]
-        self.drafter.min_score = self.control.score_floor(num)
+        min_score = self.control.score_floor(num)
         # A sample that ends with its next token needs no draft.
         room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, max_nodes, 0)
-        proposed = self.drafter.propose(slots, room)
+        proposed = self.drafter.propose(slots, room, min_score)
         check_trees(proposed, room, self.vocab_size, str(self.drafter))
-        proposed = self.head_drafts.merge(proposed, slots, room, self.drafter.min_score)
+        proposed = self.head_drafts.merge(proposed, slots, room, min_score)
         clock.lap("propose")
         num_other_rows = len(step.slots) - num + step.num_prompt_rows
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
