@@ -10,7 +10,7 @@ from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
 from srtrl.cuda.tiles import AttentionScratch, TiledRows, fill_tiles
-from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs
+from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements
 from srtrl.model.paged_attention import KVCache, ReferencePlan, TreeRows
 
 
@@ -54,7 +54,7 @@ def make_step(
         table_width=width + 1,
         num_tables=num_tables + padding,
     )
-    buffer = np.full(shape.num_elements, 123456789, np.int32)
+    buffer = np.full(num_elements(shape.fields()), 123456789, np.int32)
     inputs = StepInputs.of(buffer, shape)
     batch = batch_arrays(
         token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),

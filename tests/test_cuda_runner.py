@@ -15,7 +15,7 @@ from srtrl.cuda import runner as cuda_runner_module
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.shapes import MAX_SAMPLED_PROMPT_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
 from srtrl.cuda.tiles import H200
-from srtrl.engine.rows import StepSize
+from srtrl.engine.rows import StepSize, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
@@ -66,7 +66,7 @@ def test_every_step_fits_its_layout(rows: list[int], num_chunks: int, max_keys: 
     assert launch.num_tiles >= sum(-(-count // (launch.block_m // PLANNER.group)) for count in rows)
     if num_sampled > 0 and size.num_rows - num_sampled <= MAX_SAMPLED_PROMPT_ROWS:
         assert shape.num_sampled == shape.num_rows
-    assert launch.num_elements <= PLANNER.largest().num_elements
+    assert num_elements(launch.fields()) <= num_elements(PLANNER.largest().fields())
     assert shape.num_sampled <= PLANNER.largest().step.num_sampled
 
 

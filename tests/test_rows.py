@@ -10,7 +10,7 @@ from runner_cases import branch, kv_index, make_batch, random_trees, size_of
 from srtrl.cuda.tiles import fill_tiles
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs, slices_of
+from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements, slices_of
 
 Row = tuple[int, int, int, int, int, list[int]]
 """Token, rotary position, KV index, context length, page table, and the draft nodes that it sees."""
@@ -74,7 +74,9 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
         table_width=size.max_pages,
         num_tables=num_trees + num_chunks,
     )
-    garbage = random.integers(-(2**31), 2**31, shape.num_elements).astype(np.int32)  # what an earlier step left there
+    garbage = random.integers(-(2**31), 2**31, num_elements(shape.fields())).astype(
+        np.int32
+    )  # what an earlier step left there
     inputs = StepInputs.of(garbage, shape)
     fill_inputs(inputs, batch.arrays, slots, trees, chunks, page_size)
     bits = np.unpackbits(inputs.ancestors.view(np.uint8).reshape(shape.num_rows, -1), axis=1, bitorder="little")
@@ -110,8 +112,8 @@ def test_addresses_are_aligned_apart_and_do_not_depend_on_the_number_of_sequence
     assert all(part.start % 32 == 0 for part in many.values())
     spans = sorted((part.start, part.stop) for part in many.values())
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert spans[-1][1] <= shape._replace(num_tables=8).num_elements
-    inputs = StepInputs.of(np.zeros(shape.num_elements, np.int32), shape)
+    assert spans[-1][1] <= num_elements(shape._replace(num_tables=8).fields())
+    inputs = StepInputs.of(np.zeros(num_elements(shape.fields()), np.int32), shape)
     for name, (dtype, size) in shape.fields().items():
         array = getattr(inputs, name)
         assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, size, True)

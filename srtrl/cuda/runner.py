@@ -8,29 +8,25 @@ The same path runs on a CPU under Triton's interpreter, kernel by kernel, for te
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.layers import fused_forward, move_kv
-from srtrl.cuda.sampling import SamplingScratch, rank_listed_triton, sample_rows_triton
-from srtrl.cuda.shapes import MAX_GRAPH_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
+from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
+from srtrl.cuda.shapes import MAX_GRAPH_ROWS, LaunchShape, ShapePlanner, row_edges
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, choose_split_keys, fill_tiles
-from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize, aligned, slices_of
+from srtrl.engine.rows import Array, Int32Array, StepInputs, StepSize, aligned, num_elements, slices_of, views_of
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
-
-Array = npt.NDArray[Any]
 
 NO_MOVES = np.empty((0, 3), np.int32)
 
@@ -77,12 +73,9 @@ class CudaStep:
     """The views of one shape of step, which are kept: to make them takes longer than to fill them."""
 
     shape: LaunchShape
+    host: dict[str, Array]
+    """The arrays of `LaunchShape.fields` on the host; among them those of `inputs`."""
     inputs: StepInputs
-    """On the host, as the four that follow."""
-    host_tiles: Int32Array
-    host_split_keys: Int32Array
-    host_num_moves: Int32Array
-    host_moves: Int32Array
     results: SampledRows
     """The results on the host, [L]."""
     rows: TiledRows
@@ -105,58 +98,6 @@ class CudaStep:
     """[L] float32, written."""
 
 
-class CudaHead:
-    """Inputs and guesses of a draft head at fixed addresses; letters as in `srtrl/drafters/draft_head.py`."""
-
-    def __init__(self, head: DraftHead, k: int, num_slots: int, hidden: Tensor) -> None:
-        """For up to `num_slots` sequences after rows of `hidden`."""
-        self.head, self.k, self._hidden = head, k, hidden
-        self._width = aligned(padded_rows(num_slots))
-        self._staging = PinnedCopy((5 + k) * self._width, hidden.device)
-        self._guesses = PinnedCopy(3 * k * self._width, hidden.device)
-        self._num = 0
-
-    def fill(self, rng_keys: npt.NDArray[np.uint64], temperatures: npt.NDArray[np.float32], *numbers: Array) -> None:
-        """Write the inputs of C sequences, [C] each and positions [K, C], and queue their copy."""
-        self._staging.wait()
-        self._num = num = len(rng_keys)
-        staging = self._staging.host.numpy().reshape(-1, self._width)
-        staging[:2].reshape(-1).view(np.uint64)[:num] = rng_keys
-        staging[2] = 0  # the rest is greedy, after a row and a token that exist
-        staging[2].view(np.float32)[:num] = temperatures
-        for row, values in zip(staging[3:], np.vstack(numbers), strict=True):
-            row[:num] = values
-        self._staging.upload(staging.size)
-
-    @torch.inference_mode()
-    def compute(self, num: int) -> None:
-        """Guess for the first `num` sequences, a number that graphs are made for."""
-        staging = self._staging.device.view(-1, self._width)
-        rng_keys = staging[:2].view(-1).view(torch.int64)[:num]
-        temperatures, (rows, last, *positions) = staging[2, :num].view(torch.float32), staging[3:, :num]
-
-        def take_best(depth: int, logits: Tensor) -> Tensor:
-            best, second, margins = self._guesses.device.view(self.k, 3, self._width)[depth, :, :num].unbind()
-            noise, listed = (temperatures, rng_keys, positions[depth]), self.head.token_ids
-            rank_listed_triton(logits, *noise, listed, (best, second, margins.view(torch.float32)))
-            return best
-
-        self.head.unroll(self._hidden.index_select(0, rows), last, self.k, take_best)
-
-    def download(self) -> None:
-        """Queue the copy of the guesses."""
-        self._guesses.download(self._guesses.host.numel())
-
-    def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """See `Runner.wait_head`."""
-        self._guesses.wait()
-        guesses = self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num].transpose(2, 0, 1)
-        tokens, margins = guesses[..., [BEST, SECOND]], guesses[..., 2].copy().view(np.float32)
-        is_refused = np.isnan(margins)
-        tokens[np.logical_or.accumulate(is_refused, axis=1)], margins[is_refused] = REFUSED, np.inf
-        return tokens, margins
-
-
 class CudaRunner(Runner):
     """`Runner` with fused kernels, fixed shapes and sampling on the device.
 
@@ -177,7 +118,6 @@ class CudaRunner(Runner):
                 num_multiprocessors=properties.multi_processor_count,
                 shared_bytes=properties.shared_memory_per_multiprocessor,
             )
-        self._num_slots = options.slots
         self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """The device's work in a step; tests replace it by plain PyTorch."""
@@ -186,7 +126,7 @@ class CudaRunner(Runner):
         """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
-        self._staging = PinnedCopy(largest.num_elements, device)
+        self._staging = PinnedCopy(num_elements(largest.fields()), device)
         self._results = PinnedCopy(2 * aligned(largest.step.num_sampled), device)
         self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # A table of its own: the model's is made anew when the update needs a longer one.
@@ -197,7 +137,6 @@ class CudaRunner(Runner):
         self._moves: Int32Array = NO_MOVES
         self._addresses: tuple[int, ...] = ()
         self._step: CudaStep | None = None
-        self._head: CudaHead | None = None
         self._can_be_timed = True
         """Whether the next step takes its own time alone."""
 
@@ -211,9 +150,9 @@ class CudaRunner(Runner):
         step = self._step = self._steps.get(shape) or self._make_step(shape)
         self._steps.move_to_end(shape)
         self._staging.wait()
-        step.host_split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
-        step.host_num_moves[0] = num_moves = len(self._moves)
-        step.host_moves[:num_moves] = self._moves
+        step.host["split_keys"][0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
+        step.host["num_moves"][0] = num_moves = len(self._moves)
+        step.host["moves"][:num_moves] = self._moves
         self._moves, self._num_rows = NO_MOVES, size.num_rows
         return step.inputs
 
@@ -232,12 +171,12 @@ class CudaRunner(Runner):
         step = self._step
         assert step is not None
         assert step.inputs is inputs, "these are not the inputs that were asked for last"
-        shape = inputs.shape
-        fill_tiles(step.host_tiles, inputs, self._num_rows, step.shape.rows_per_tile)
+        self.inputs, shape = inputs, inputs.shape
+        fill_tiles(step.host["tiles"], inputs, self._num_rows, step.shape.rows_per_tile)
         if self._may_have_moved:
             self._drop_graphs_if_moved()
         try:
-            self._staging.upload(step.shape.num_elements)
+            self._staging.upload(num_elements(step.shape.fields()))
             can_capture = shape.num_rows <= MAX_GRAPH_ROWS
             is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
             if filters is not None:
@@ -263,31 +202,12 @@ class CudaRunner(Runner):
         token_ids, logprobs = results.token_ids[:num_sampled].copy(), results.logprobs[:num_sampled].copy()
         return SampledRows(token_ids=token_ids, logprobs=logprobs)
 
-    def launch_head(
-        self,
-        head: DraftHead,
-        k: int,
-        rows: Int64Array,
-        token_ids: Int32Array,
-        temperatures: npt.NDArray[np.float32],
-        rng_keys: npt.NDArray[np.uint64],
-        positions: Int64Array,
-    ) -> bool:
-        """See `Runner`; a graph for each padded number of sequences. Weights that move have dropped it before."""
-        if self._head is None or self._head.head is not head:
-            self._head = CudaHead(head, k, self._num_slots, self.hidden)
-        self._head.fill(rng_keys, temperatures, rows, token_ids, positions + np.arange(k)[:, None])
-        num = padded_rows(len(rows))
-        is_prepared = self._graphs.run((head, num), partial(self._head.compute, num))
+    def run(self, key: Hashable, compute: Callable[[], None]) -> bool:
+        """Compute something after the launched step; does not wait. See `StepGraphs.run`, also for what it returns."""
+        is_prepared = self._graphs.run(key, compute)
         self.was_prepared &= is_prepared  # the host's time is part of this step, the device's of the next one
         self._can_be_timed &= is_prepared
-        self._head.download()
         return is_prepared
-
-    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """See `Runner`."""
-        assert self._head is not None, "no head was launched"
-        return self._head.wait()
 
     @torch.inference_mode()
     def _compute_by_kernels(self, step: CudaStep) -> None:
@@ -337,8 +257,8 @@ class CudaRunner(Runner):
         if len(self._steps) == MAX_STEPS:
             self._steps.popitem(last=False)
         dtypes: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
-        layout, host = shape.fields(), self._staging.host.numpy()
-        slices = slices_of(layout)
+        layout = shape.fields()
+        slices, host = slices_of(layout), views_of(self._staging.host.numpy(), layout)
         views = {
             name: self._staging.device[slices[name]].view(dtypes[dtype]).view(size)
             for name, (dtype, size) in layout.items()
@@ -351,11 +271,8 @@ class CudaRunner(Runner):
         )
         step = self._steps[shape] = CudaStep(
             shape=shape,
-            inputs=StepInputs.of(host[slices["rng_keys"].start :], shape.step),
-            host_tiles=host[slices["tiles"]].reshape(-1, 4),
-            host_split_keys=host[slices["split_keys"]],
-            host_num_moves=host[slices["num_moves"]],
-            host_moves=host[slices["moves"]].reshape(-1, 3),
+            host=host,
+            inputs=StepInputs(shape.step, *(host[name] for name in shape.step.fields())),
             results=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
             rows=TiledRows(**{field.name: views[field.name] for field in fields(TiledRows)}),
             temperatures=views["temperatures"],

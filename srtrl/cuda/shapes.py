@@ -11,7 +11,7 @@ import torch
 
 from srtrl.cuda.tiles import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
 from srtrl.engine.draft_budget import MAX_ROWS
-from srtrl.engine.rows import Fields, StepShape, StepSize, aligned, num_ancestor_words, slices_of
+from srtrl.engine.rows import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
 from srtrl.model.transformer import ModelConfig
 
@@ -54,12 +54,6 @@ class LaunchShape(NamedTuple):
             "moves": (np.int32, (MAX_ROWS, 3)),
             **self.step.fields(),
         }
-
-    @property
-    def num_elements(self) -> int:
-        """Length of the buffer in int32 elements."""
-        last: int = slices_of(self.fields())["page_tables"].stop
-        return aligned(last)
 
 
 class ShapePlanner:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe.schema import Section
 from srtrl.resolve import resolve_class
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Purpose, Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -49,6 +49,9 @@ class DrafterBase:
         """As errors name it."""
         return f"the drafter {type(self).__module__}.{type(self).__qualname__}"
 
+    def begin_rollout(self, purpose: Purpose) -> None:
+        """The samples that start next are of a new rollout, maybe of a policy with new weights."""
+
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Samples have got their slots [B].
 
@@ -62,6 +65,13 @@ class DrafterBase:
         `min_score` are not worth a row of the coming step, and need not be made.
         """
         raise NotImplementedError(f"{self} has no `propose`")
+
+    def prepare(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, rows: Int64Array) -> None:
+        """A step was verified: begin what can be computed for the next `propose` while the host does the rest.
+
+        `rows` [B]: the step's row that gave the last token of each slot, -1 where the sample has ended. For the others
+        see `observe`, which gets them too, later in the step.
+        """
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""

@@ -49,6 +49,17 @@ def slices_of(fields: Fields) -> dict[str, slice]:
     return places
 
 
+def num_elements(fields: Fields) -> int:
+    """Length of the buffer in int32 elements."""
+    return aligned(max(part.stop for part in slices_of(fields).values()))
+
+
+def views_of(buffer: Int32Array, fields: Fields) -> dict[str, Array]:
+    """The arrays in a buffer."""
+    slices = slices_of(fields)
+    return {name: buffer[slices[name]].view(dtype).reshape(size) for name, (dtype, size) in fields.items()}
+
+
 def num_ancestor_words(max_draft_nodes: int) -> int:
     """W, int32 words of a row that hold one bit for each draft node of its sequence; at least 1."""
     return max(1, -(-max_draft_nodes // BITS_PER_WORD))
@@ -131,12 +142,6 @@ class StepShape(NamedTuple):
             "page_tables": (np.int32, (self.num_tables, self.table_width)),
         }
 
-    @property
-    def num_elements(self) -> int:
-        """Length of the buffer in int32 elements."""
-        last: int = slices_of(self.fields())["page_tables"].stop
-        return aligned(last)
-
 
 class StepInputs(NamedTuple):
     """A step's inputs on the host; padding rows are tokens 0 that write nothing and are sampled greedily."""
@@ -166,11 +171,8 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Int32Array, shape: StepShape) -> "StepInputs":
-        """Views of `buffer`, [at least `shape.num_elements`]."""
-        slices = slices_of(shape.fields())
-        return cls(
-            shape, *(buffer[slices[name]].view(dtype).reshape(size) for name, (dtype, size) in shape.fields().items())
-        )
+        """Views of `buffer`, [at least `num_elements`]."""
+        return cls(shape, *views_of(buffer, shape.fields()).values())
 
 
 @dataclass(slots=True, frozen=True)

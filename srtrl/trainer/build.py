@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
-from srtrl.drafters.draft_head import DraftHead
 from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
+from srtrl.engine.warm_up import compile_kernels
 from srtrl.environments.conversations import Conversations
+from srtrl.features.draft_head import DraftHead
+from srtrl.features.draft_head_learner import DraftHeadLearner
+from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.partial import PartialSampler
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
@@ -31,7 +36,6 @@ from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.tasks.base import TaskBase
 from srtrl.trainer.critic import Critic, values_column
-from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.lora import LoraAdamW
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
@@ -224,16 +228,22 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
-        draft_head_tokens=rollout.draft_head.k if rollout.draft_head else 0,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
+    runner, drafter = build_runner(model, options), build_drafter(recipe)
+    cost = StepCost(runner.row_edges(MAX_ROWS))
+    if rollout.draft_head is not None and draft_head is not None:
+        budget = cost if options.draft_budget == "auto" else None
+        headed = HeadDrafter(drafter, draft_head, runner, k=rollout.draft_head.k, slots=options.slots, cost=budget)
+        drafter = cast(DrafterBase, headed)
     return Engine(
         model,
         options,
         tokenizer=tokenizer,
-        drafter=build_drafter(recipe),
-        runner=build_runner(model, options),
-        draft_head=draft_head,
+        drafter=drafter,
+        runner=runner,
+        cost=cost,
+        compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
     )
 
 

@@ -179,7 +179,7 @@ class Trainer:
             policy = PolicyFiles(model=self.policy, tokenizer=self.tokenizer, end_ids=self.end_ids)
             self.parts: list[Part] = [policy, *self.learners, self.sampler]
             """Of a checkpoint, and parts without which a run goes on: no token depends on them."""
-            self.drafts: list[Part] = [self.engine.head_drafts, self.engine.drafter]
+            self.drafts: list[Part] = [self.engine.drafter]
             if self.checkpoint is not None:
                 self.restore(self.checkpoint)
 
