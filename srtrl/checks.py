@@ -256,7 +256,7 @@ def _check_drafter(recipe: Recipe) -> None:
         sample |= {"prompt_token_ids": (1, 2), "sampling": train_sampling(recipe, (0,))}
         drafter.start(slots, [Request(**sample)])
         drafter.observe(slots, *end_to_end([[2]]))
-        trees = drafter.propose(slots, max_nodes)
+        trees = drafter.propose(slots, max_nodes, 0.0)
         drafter.finish([0], [None])
     _report(caught.error, f"`{name}`")
     check_trees(trees, max_nodes, 2**31, str(drafter))

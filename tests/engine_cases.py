@@ -233,7 +233,7 @@ class FakeDrafter(DrafterBase):
             if not request.is_run_ahead:
                 self.ends.append(completion)
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         self.num_proposals += 1
         assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
         return DraftTrees.of(self._tree(*pair) for pair in zip(slots.tolist(), max_nodes.tolist(), strict=True))

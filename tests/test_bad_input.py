@@ -388,9 +388,9 @@ class Deaf(TaskBase):
 RATE = 3
 class Empty(DrafterBase): pass
 class Lists(DrafterBase):
-    def propose(self, slots, max_nodes): return [[1, 2]]
+    def propose(self, *_): return [[1, 2]]
 class ListsInTrees(DrafterBase):
-    def propose(self, slots, max_nodes): return DraftTrees(token_ids=[1], parents=[-1], scores=[0.5], offsets=[0, 1])
+    def propose(self, *_): return DraftTrees(token_ids=[1], parents=[-1], scores=[0.5], offsets=[0, 1])
 """
 """Functions and classes of a user, most with one mistake each."""
 

@@ -40,6 +40,7 @@ LAYERS = (
     ("environments",),
     ("run",),
     ("trainer",),
+    ("cuda",),
     ("features",),
     ("build",),
     ("checks", "planner"),
