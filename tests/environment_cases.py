@@ -18,7 +18,7 @@ from task_cases import wait_until
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.environments.turns import EnvironmentTurns
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.rollout.turns import Answer
 from srtrl.types import Completion, Prompt, Request, SamplingParams

@@ -70,6 +70,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         **({"time/compile": 100.0, "time/step": 102.1} if step == 1 else {}),
         **{"groups/kept": 8, "groups/zero_advantage_share": 0.25, "grading/timeout": float(step == 2)},
         **{"engine/tokens": 700, "engine/decode_steps": 30, "engine/tokens_per_decode_step": 2.5, "data/epoch": 0.5},
+        **{"engine/steps_without_drafts": 45, "engine/saved_seconds": 0.1, "engine/cache_hit_rate": 0.5},
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
     }
 
@@ -118,7 +119,8 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     # With the compilation of the first step and an evaluation before it and in every tenth step.
     duration = "2 min 50 s"
     assert f"<p>Time of all stages: {duration}</p>" in page, "without machines, which an older run has not noted"
-    assert re.findall(r"<b>([^<]+)</b></div>", page)[:3] == ["31.0% → 71.0%", "2.50", duration]
+    assert re.findall(r"<b>([^<]+)</b></div>", page)[:3] == ["1.5x fewer steps, 3.0 s saved", "31.0% → 71.0%", duration]
+    assert "decode steps: 900 instead of 1,350 without drafts" in page
     steps = [1, 7, 13, 18, 24, 30]
     assert [int(step) for step in re.findall(r"Samples of step (\d+): 6 of 32", page)] == steps
     shown = re.findall(r'<section class="card sample" data-step="(\d+)" data-outcome="(\w+)">', page)

@@ -12,9 +12,9 @@ from srtrl.bench.recorded import RecordedPrompt, feed_drafter, merge_prompts, re
 from srtrl.bench.replay_loop import LiveSample, Replay
 from srtrl.drafters.srt import Drafter
 from srtrl.engine.stopping import decode
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
-from srtrl.run.checkpoint import latest_checkpoint
+from srtrl.run.place import latest_checkpoint
 
 NUM_BRANCHES = 40
 """Maximum number of branches that are shown."""
