@@ -23,7 +23,7 @@ from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import OPTIMIZER, PolicyFiles, TrainerState, checkpoint_to_resume, save_checkpoint
 from srtrl.run.folder import check_run_folder, open_run_folder
-from srtrl.run.place import list_checkpoints
+from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 ADAMW: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}

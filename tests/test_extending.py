@@ -19,7 +19,7 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.place import checkpoint_name
+from srtrl.run.steps import checkpoint_name
 from srtrl.tasks.base import load_task
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")

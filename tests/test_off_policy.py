@@ -22,7 +22,7 @@ from srtrl.features.rounds import load_earlier
 from srtrl.features.spec_rl import accept_prefixes
 from srtrl.metrics import read_metrics
 from srtrl.model.noise import make_rng_key
-from srtrl.run.place import list_checkpoints
+from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.passes import UpdateContext
 
 MODES = ("partial", "spec_rl", "partial with tools", "spec_rl with tools")

@@ -29,7 +29,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
-from srtrl.run.metrics import describe_problems, describe_step, run_figures
+from srtrl.run.metrics import describe_step, run_figures, step_problems
 from srtrl.run.progress import SPARKS, RunProgress, sparkline
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
@@ -291,7 +291,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     for row in steps:
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
         assert not any(name.endswith("grad_norm") for name in row), "neither policy nor critic learns"
-        assert describe_problems(row).endswith("no update: the filters left no sample")
+        assert step_problems(row).endswith("no update: the filters left no sample")
     assert run_figures(rows)["steps with nothing to learn from"] == "2"
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
@@ -338,13 +338,13 @@ def test_samples_that_could_not_be_graded_are_not_learned_from(
         assert {one["advantage"] for one in failed} == {None}
         mean = sum(one["reward"] for one in graded) / max(1, len(graded))
         assert row["reward/mean"] == pytest.approx(mean, abs=1e-6)  # of float32
-        assert f"{len(failed)} gradings failed: left out" in describe_problems(row)
+        assert f"{len(failed)} gradings failed: left out" in step_problems(row)
         learned = [one for one in graded if one["advantage"] is not None]
         assert ("grad_norm" in row or "critic/loss" in row) == bool(learned)
         if "grad_norm" in row:
             assert row["tokens/update"] <= sum(len(one["prompt_token_ids"]) + len(one["token_ids"]) for one in learned)
         if not graded:
-            assert describe_problems(row).endswith("no update: the filters and failed gradings left no sample")
+            assert step_problems(row).endswith("no update: the filters and failed gradings left no sample")
             assert (row["reward/mean"], row["groups/dropped"]) == (0.0, 4)
             assert (row.get("eval/reward", 0.0), row.get("eval/accuracy", 0.0)) == (0.0, 0.0)
 

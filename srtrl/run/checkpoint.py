@@ -34,7 +34,7 @@ from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_a
 from srtrl.model.files import weight_files
 from srtrl.model.folders import find_adapter, locate
 from srtrl.model.weights import save_model
-from srtrl.run.place import checkpoint_name, list_checkpoints, numbered, step_of
+from srtrl.run.steps import checkpoint_name, list_checkpoints, numbered, step_of
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:

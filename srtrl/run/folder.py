@@ -19,17 +19,8 @@ from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_sour
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
 from srtrl.run.checkpoint import delete, num_log_bytes
-from srtrl.run.place import (
-    StartFlags,
-    check_place,
-    is_empty,
-    is_rows,
-    latest_checkpoint,
-    list_checkpoints,
-    numbered,
-    run_path,
-    step_of,
-)
+from srtrl.run.place import StartFlags, check_place, is_empty, is_rows, run_path
+from srtrl.run.steps import latest_checkpoint, list_checkpoints, numbered, step_of
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (

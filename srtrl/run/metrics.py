@@ -191,7 +191,7 @@ def describe_step(metrics: MetricRow) -> str:
     return "  ".join(parts)
 
 
-def describe_problems(metrics: MetricRow) -> str:
+def step_problems(metrics: MetricRow) -> str:
     """What a reader must know about a training step, else nothing."""
     parts = []
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
@@ -252,12 +252,9 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         )
         if saved.seconds is not None and saved.seconds < 0:
             figures["decode steps saved by drafts"] += " (verifying drafts took more time than the steps saved)"
-    seconds = _stage_seconds(rows)
-    total = sum(seconds.values())
-    longest = sorted(seconds, key=lambda stage: -seconds[stage])
-    shares = ", ".join(
-        f"{stage} {seconds[stage] / max(total, 1e-9):.0%}" for stage in longest if 200 * seconds[stage] > total
-    )
+    stages = longest_stages(rows)
+    total = sum(seconds for _, seconds in stages)
+    shares = ", ".join(f"{name} {seconds / max(total, 1e-9):.0%}" for name, seconds in stages if 200 * seconds > total)
     figures["time of all stages"] = f"{total:.1f} s ({shares})"
     return figures
 
@@ -305,7 +302,7 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     elif steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
         figures["training reward, first to last step"] = f"{first:.3f} → {last:.3f}"
-    minutes, seconds = divmod(round(sum(_stage_seconds(rows).values())), 60)
+    minutes, seconds = divmod(round(sum(seconds for _, seconds in longest_stages(rows))), 60)
     figures["time of all stages"] = (
         f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
     )
@@ -317,9 +314,10 @@ def _evaluations(rows: Sequence[MetricRow]) -> list[MetricRow]:
     return [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
 
 
-def _stage_seconds(rows: Sequence[MetricRow]) -> dict[str, float]:
-    """The seconds of each stage in all rows."""
-    return {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+def longest_stages(rows: Sequence[MetricRow]) -> list[tuple[str, float]]:
+    """The stages with their seconds in all rows, the longest first."""
+    seconds = {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+    return sorted(seconds.items(), key=lambda pair: -pair[1])
 
 
 def _epoch(steps: Sequence[MetricRow], step: MetricRow) -> list[MetricRow]:

@@ -54,8 +54,6 @@ class RunProgress:
         """When the last steps ended."""
         self._last_line = -SECONDS_PER_LINE
         self._rewards: list[float] = []
-        """After each step the mean of the last ones."""
-        self._last_rewards: deque[float] = deque(maxlen=STEPS_OF_REWARD)
         self._status = self.console.status("")
 
     def __enter__(self) -> Self:
@@ -75,8 +73,7 @@ class RunProgress:
         self._num_done = step
         self._ends.append(monotonic())
         if reward is not None:
-            self._last_rewards.append(reward)
-            self._rewards.append(fmean(self._last_rewards))
+            self._rewards.append(reward)
         if not notice and step < self._num_steps and self._ends[-1] < self._last_line + SECONDS_PER_LINE:
             return
         self._last_line = self._ends[-1]
@@ -84,9 +81,11 @@ class RunProgress:
         if not self.console.is_terminal and (left := self._time_left()):
             end += f"  {left}"
         if reward is not None:
-            start += f"reward {self._rewards[-1]:.3f} "
+            ends = range(1, len(self._rewards) + 1)
+            means = [fmean(self._rewards[max(0, end - STEPS_OF_REWARD) : end]) for end in ends]
+            start += f"reward {means[-1]:.3f} "
             if self.console.encoding.startswith("utf"):
-                start += sparkline(self._rewards, min(STEPS_OF_REWARD, WIDTH - len(start) - len(end) - 2))
+                start += sparkline(means, min(STEPS_OF_REWARD, WIDTH - len(start) - len(end) - 2))
             start = f"{start.rstrip()}  "
         for words, indent in ((start + end, ""), (notice, "  ")):
             for line in wrap(words, WIDTH, initial_indent=indent, subsequent_indent="  "):

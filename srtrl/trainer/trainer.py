@@ -17,20 +17,15 @@ from rich.console import Console
 
 from srtrl import ranks
 from srtrl.metrics import MetricLog, StageTimer
-from srtrl.run.checkpoint import (
-    Part,
-    TrainerState,
-    read_state,
-    save_checkpoint,
-)
+from srtrl.run.checkpoint import Part, TrainerState, read_state, save_checkpoint
 from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.machine import MACHINE_FILE, describe_machine
 from srtrl.run.metrics import (
     describe_held_out,
-    describe_problems,
     describe_step,
     memory_metrics,
+    step_problems,
     time_metrics,
     update_flops,
 )
@@ -297,7 +292,7 @@ class Trainer:
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
-        self.progress.step(self.step, describe_step(row), reward=row["reward/mean"], notice=describe_problems(row))
+        self.progress.step(self.step, describe_step(row), reward=row["reward/mean"], notice=step_problems(row))
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         self._say_slow_rewards(row)
