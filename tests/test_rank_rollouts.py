@@ -209,6 +209,8 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     for row in found[0].metrics:
         assert 0 <= row["engine/ranks_idle_share"] < 1
         assert row["engine/rank_seconds_max"] > 0
+        num_saved = row["engine/steps_without_drafts"] - row["engine/decode_steps"]  # of both ranks
+        assert num_saved == 0 if case.drafter is NoDrafter else num_saved >= 0
     assert not [name for row in truth.metrics for name in row if "rank" in name]
     if case.steps_ahead:  # who is idle takes what waits for a slow rank, and then runs ahead
         assert found[0].metrics[0]["engine/rank_claims"] == case.num_draws * case.num_samples / 2 - case.slots
