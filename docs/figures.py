@@ -33,21 +33,21 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.head_drafts import NoHeadDrafts
+from srtrl.features.head_drafter import HeadDrafter
 from srtrl.features.partial import PartialDraws
-from srtrl.features.rounds import prefix_of
 from srtrl.features.spec_rl import accept_prefixes
 from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
+from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import train_sampling
 from srtrl.trainer.trainer import Trainer
-from srtrl.types import Prefix, Prompt, Request, SampleKey, SamplingParams
+from srtrl.types import Prompt, Request, Response, SampleKey, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -113,7 +113,7 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
     engine = PricedEngine(policy, options, drafter=SrtDrafter() if drafts else None, cost=cost)
     context = UpdateContext(recipe=make_recipe(Path("none"), Path("none"), train__micro_batch_tokens=8192), step=1)
     noise, new, totals = torch.Generator().manual_seed(0), count(), np.zeros(3)
-    earlier: dict[SampleKey, Prefix] = {}
+    earlier: dict[SampleKey, Response] = {}
     for step in range(NUM_STEPS):
         seconds = engine.seconds
         numbers = sorted({draw for draw, _ in earlier}) if mode == "partial" else []
@@ -125,9 +125,9 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
             ]
             for some in (numbers, range(numbers[-1] + 1, numbers[-1] + 1 + NUM_PROMPTS))
         )
-        shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seed": 0, "purpose": "train"}
+        shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seed": 0, "purpose": "train", "policy_version": step}
         with Grader(Ungraded(), [RewardSection(name="figures:no_reward")], GradingSection(), 1) as grader:  # type: ignore[arg-type]
-            collector = LogNormal(grader, TOKENIZER, sampling=SamplingParams(max_new_tokens=1), **shared)
+            collector = LogNormal(grader, Turns(TOKENIZER), sampling=SamplingParams(max_new_tokens=1), **shared)
             collector.num_known = num_known
             run_ahead = collector.run_ahead(ahead) if runs_ahead else []
             fixed = FixedDraws(draws, run_ahead=run_ahead)
@@ -144,11 +144,11 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
         if isinstance(fixed, PartialDraws):
             earlier = fixed.carried
         else:
-            earlier = {(r.draw_index % num_known, r.sample_index): prefix_of(r, r.finish_reason) for r in rollouts}
+            earlier = {(r.draw_index % num_known, r.sample_index): r.response for r in rollouts}
         engine.end_step(has_new_weights=True)
         if step >= NUM_WARM_UP:
-            num_stale = sum(int((r.policy_versions < step).sum()) for r in rollouts)
-            totals += [engine.seconds - seconds, sum(len(r.token_ids) for r in rollouts), num_stale]
+            num_stale = sum(int((r.response.policy_versions < step).sum()) for r in rollouts)
+            totals += [engine.seconds - seconds, sum(len(r.response.token_ids) for r in rollouts), num_stale]
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(DRIFT * parameter.std() * torch.randn(parameter.shape, generator=noise))
@@ -197,8 +197,8 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
     """Decode new prompts of a run that has ended."""
     recipe = load_recipe(path, overrides)
     trainer = Trainer(build_parts(recipe, resume=True), console=Console(quiet=True))
-    engine, head, checkpoint = trainer.engine, trainer.engine.head_drafts, trainer.checkpoint
-    assert head.is_on, "the recipe has no draft head"
+    engine, head, checkpoint = trainer.engine, trainer.engine.drafter, trainer.checkpoint
+    assert isinstance(head, HeadDrafter), "the recipe has no draft head"
     assert checkpoint is not None, "the run has no checkpoint"
     trainer.restore(checkpoint)
     sampling = train_sampling(recipe, trainer.rollout_context.end_ids)
@@ -219,9 +219,9 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
     figures: Figures = {}
     for source, budget in product(SOURCES, budgets):
         drafter = build_drafter(no_phrases if "without" in source else recipe)
-        engine.drafter = NoDrafter() if source == "head" else drafter
-        engine.drafter.load(checkpoint)
-        engine.head_drafts = NoHeadDrafts() if source.startswith("srt") else head
+        drafter.load(checkpoint)
+        head.inner, head.cost = NoDrafter() if source == "head" else drafter, None
+        engine.drafter = drafter if source.startswith("srt") else head
         engine.control.fixed = budget
         list(engine.generate(requests))
         metrics = engine.take_metrics()

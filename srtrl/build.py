@@ -6,22 +6,29 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import numpy as np
 import torch
 
 from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, resolve_drafter
-from srtrl.drafters.draft_head import DraftHead
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
-from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
+from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
-from srtrl.environments.conversations import Conversations
+from srtrl.engine.warm_up import compile_kernels
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.adapters import load_policy, read_adapter
 from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
+from srtrl.features.draft_head import DraftHead
+from srtrl.features.draft_head_learner import DraftHeadLearner
+from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
 from srtrl.features.partial import PartialSampler
 from srtrl.features.sharing import RankShare
@@ -33,6 +40,7 @@ from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.rollout.share import Share
+from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
@@ -40,7 +48,6 @@ from srtrl.run.place import StartFlags, run_path
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
-from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
@@ -122,8 +129,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
         tokenizer = build_tokenizer(recipe)
         end_ids = response_end_ids(recipe.model.path, tokenizer)
-        conversations = build_conversations(recipe, tokenizer)
-        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations is not None else ())
+        turns = build_turns(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
         device = choose_device(recipe)
@@ -156,7 +163,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             grader=Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
             tokenizer=tokenizer,
             end_ids=end_ids,
-            conversations=conversations,
+            turns=turns,
             share=choose_share(),
         )
         return Parts(
@@ -166,7 +173,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             columns=columns,
             learners=learners,
             saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids)],
-            drafts=[engine.head_drafts, engine.drafter],
+            drafts=[engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
             flags=flags,
@@ -368,10 +375,42 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
-        draft_head_tokens=rollout.draft_head.k if rollout.draft_head else 0,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
-    return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe), draft_head=draft_head)
+    runner, drafter = build_runner(model, options), build_drafter(recipe)
+    cost = StepCost(runner.row_edges(MAX_ROWS))
+    if rollout.draft_head is not None and draft_head is not None:
+        budget = cost if options.draft_budget == "auto" else None
+        headed = HeadDrafter(drafter, draft_head, runner, k=rollout.draft_head.k, slots=options.slots, cost=budget)
+        drafter = cast(DrafterBase, headed)
+    return Engine(
+        model,
+        options,
+        tokenizer=tokenizer,
+        drafter=drafter,
+        runner=runner,
+        cost=cost,
+        compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
+    )
+
+
+def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
+    """The runner for the policy's device, without pages yet; `options` say how long sequences may be.
+
+    Raises:
+        ValueError: Triton is not installed.
+    """
+    if policy.device.type == "cpu":
+        return CpuRunner(policy, options)
+    if find_spec("triton") is None:
+        raise ValueError(
+            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
+            "installation lacks: `pip install triton`, or run with device=cpu"
+        )
+    from srtrl.cuda.runner import CudaRunner
+
+    assert options.max_sequence_tokens is not None
+    return CudaRunner(policy, options, options.max_sequence_tokens)
 
 
 def number_of_slots(
@@ -409,14 +448,14 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
-def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
-    """The environment that answers the policy between two turns; None where a sample is a single turn.
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Turns:
+    """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return None if environment is None else Conversations(environment, tokenizer)
+    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -69,8 +69,7 @@ def check_data(recipe: Recipe) -> None:
         return
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
-    conversations = build.build_conversations(recipe, tokenizer)
-    task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+    task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
     DataOrder(len(task.train_prompts), recipe.seed)
     training_evals(task, recipe)
 
@@ -203,7 +202,7 @@ def _check_advantage(recipe: Recipe) -> None:
     """Call the advantage on two groups; there is a critic if, and only if, it needs one."""
     import torch
 
-    from srtrl.algorithms.advantages import is_token_level, needs_critic
+    from srtrl.algorithms.advantages import is_token_level, needs_values
 
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
@@ -211,10 +210,10 @@ def _check_advantage(recipe: Recipe) -> None:
     if is_token_level(function) and algorithm.loss == "gspo":
         message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
         problems.append(Problem("algorithm.loss", message))
-    if needs_critic(function) and recipe.critic is None:
+    if needs_values(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
-    if recipe.critic is not None and not needs_critic(function):
-        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True))"
+    if recipe.critic is not None and not needs_values(function):
+        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_values=True))"
         problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)
@@ -257,7 +256,7 @@ def _check_drafter(recipe: Recipe) -> None:
         sample |= {"prompt_token_ids": (1, 2), "sampling": train_sampling(recipe, (0,))}
         drafter.start(slots, [Request(**sample)])
         drafter.observe(slots, *end_to_end([[2]]))
-        trees = drafter.propose(slots, max_nodes)
+        trees = drafter.propose(slots, max_nodes, 0.0)
         drafter.finish([0], [None])
     _report(caught.error, f"`{name}`")
     check_trees(trees, max_nodes, 2**31, str(drafter))

@@ -212,8 +212,9 @@ def _print_compiling(number: int, _: int) -> None:
 
 
 def _generated(rollout: Rollout) -> Generated:
-    logprobs, conversation = rollout.rollout_logprobs.tolist(), rollout.conversation
-    token_ids = rollout.token_ids.tolist()
+    response, conversation = rollout.response, rollout.conversation
+    token_ids, logprobs = response.token_ids.tolist(), response.rollout_logprobs.tolist()
+    assert response.finish_reason is not None
     segments = []
     if conversation is not None:
         for (kind, part), text in zip(segment_slices(conversation.segments), conversation.texts, strict=True):
@@ -226,7 +227,7 @@ def _generated(rollout: Rollout) -> Generated:
         text=rollout.text,
         token_ids=token_ids,
         logprobs=logprobs,
-        finish_reason=rollout.finish_reason,
+        finish_reason=response.finish_reason,
         segments=segments,
         num_turns=conversation.num_turns if conversation else 1,
         stop_reason=conversation.stop_reason if conversation else "",

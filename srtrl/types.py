@@ -6,7 +6,7 @@ H query heads, K key-value heads, E width of one head.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,43 +68,46 @@ class SamplingParams:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
-class Prefix:
-    """The beginning of a response, or a whole one, that was sampled earlier: perhaps by earlier policies."""
+class Response:
+    """The tokens of a sample after its prompt: all of them, or the first ones of a sample that goes on.
+
+    Arrays are shared, from the decoder to the update: nothing writes into them.
+    """
 
     token_ids: npt.NDArray[np.int32]
-    """[L], at least one."""
+    """[L]; the end token, if one was sampled, is the last."""
     rollout_logprobs: npt.NDArray[np.float32]
-    """[L], by the decoder that sampled them."""
+    """[L], by the decoder's policy (temperature applied, no top-k or top-p); 0 where nothing was sampled."""
     policy_versions: npt.NDArray[np.int32]
     """[L], number of policy updates before each token was sampled."""
     finish_reason: FinishReason | None = None
-    """Of a whole response, of which nothing is left to decode."""
+    """None: it goes on."""
     extensions: tuple[tuple[int, int], ...] = ()
-    """Start and stop of each part that was not sampled; see `Completion`. None is cut: the tokens end in a turn, or
-    where the next one begins."""
+    """Start and stop of each part that was not sampled (`Engine.extend`)."""
     answers: Mapping[str, str] = field(default_factory=dict)
-    """What the environment answered; see `Conversation`."""
+    """Of a sample that has ended: its environment's answers to turns, as JSON, by a hash of the response up to the
+    turn's end. A sample that begins with these turns has them without a call of the environment."""
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:
         """Indices of the tokens that a policy sampled."""
-        return sampled_indices(len(self.token_ids), self.extensions)
+        is_sampled = np.ones(len(self.token_ids), np.bool_)
+        for start, stop in self.extensions:
+            is_sampled[start:stop] = False
+        return np.flatnonzero(is_sampled)
 
-
-def sampled_indices(length: int, extensions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """Indices in a response of `length` tokens of those that a policy sampled; the others are in `extensions`."""
-    is_sampled = np.ones(length, np.bool_)
-    for start, stop in extensions:
-        is_sampled[start:stop] = False
-    return np.flatnonzero(is_sampled)
-
-
-def versions_of(prefix: Prefix | None, policy_version: int, length: int) -> npt.NDArray[np.int32]:
-    """The policy versions of a response of `length` tokens that begins with `prefix`."""
-    versions = np.full(length, policy_version, np.int32)
-    if prefix is not None:
-        versions[: len(prefix.token_ids)] = prefix.policy_versions
-    return versions
+    def cut(self, length: int) -> "Response":
+        """The first `length` tokens, without an extension that does not end in them; a part has no finish reason."""
+        if length >= len(self.token_ids):
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:length],
+            rollout_logprobs=self.rollout_logprobs[:length],
+            policy_versions=self.policy_versions[:length],
+            finish_reason=None,
+            extensions=tuple(part for part in self.extensions if part[1] <= length),
+        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -127,18 +130,13 @@ class Request:
     is_run_ahead: bool = False
     """Decoded in idle slots for the sake of later drafts: it ends when the others do, or after its first turn, and is
     never a completion."""
-    prefix: Prefix | None = None
-    """The response begins with these tokens, which count as its own in `max_new_tokens` and in the completion. The
-    noise goes by absolute position, so that the policy that sampled them would go on as it would have without a
-    break."""
+    prefix: Response | None = None
+    """The response begins with these tokens, at least one, which count as its own in `max_new_tokens` and in the
+    completion. It ends in a turn, or where the next one begins. The noise goes by absolute position, so that the policy
+    that sampled them would go on as it would have without a break."""
     has_turns: bool = False
     """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
     `Engine.end` decides how it continues."""
-    turn: int = 0
-    """Number of the turn that is decoded, from 0; the engine counts."""
-    text_start: int = 0
-    """Index in the response of the first token that drafts may continue: none leads from a turn into the next. From
-    the engine, as `turn`."""
 
     @property
     def num_reused(self) -> int:
@@ -149,6 +147,11 @@ class Request:
     def is_whole(self) -> bool:
         """Whether `prefix` is a whole response, so that nothing is left to decode."""
         return self.prefix is not None and self.prefix.finish_reason is not None
+
+    @property
+    def text_start(self) -> int:
+        """Index in the response of the first token that drafts may continue: none leads from a turn into the next."""
+        return self.prefix.extensions[-1][0] if self.prefix is not None and self.prefix.extensions else 0
 
     def admission_key(self, expected_tokens: float) -> tuple[float, float, int]:
         """Samples are admitted by this key: breadth-first, and in such a wave those that are expected to be long first.
@@ -165,25 +168,12 @@ class Completion:
     """A finished request."""
 
     request: Request
-    token_ids: list[int]
-    """Generated tokens; the end token, if one was sampled, is the last."""
-    rollout_logprobs: list[float]
-    """Log-prob of each generated token under the decoder's policy (temperature applied, no top-k or top-p)."""
-    finish_reason: FinishReason
-    policy_version: int
-    """Number of policy updates before this completion was decoded, without `request.prefix`."""
-    extensions: tuple[tuple[int, int], ...] = ()
-    """Start and stop of each part of `token_ids` that was not sampled (`Engine.extend`); log-probs are 0 there."""
-
-    @property
-    def policy_versions(self) -> npt.NDArray[np.int32]:
-        """Number of policy updates before each token of the response was sampled, [L]."""
-        return versions_of(self.request.prefix, self.policy_version, len(self.token_ids))
+    response: Response
 
     @property
     def newly_sampled(self) -> npt.NDArray[np.int64]:
         """Indices in the response of the tokens that were sampled after `request.prefix`."""
-        sampled = sampled_indices(len(self.token_ids), self.extensions)
+        sampled = self.response.sampled
         return sampled[sampled >= self.request.num_reused]
 
 
@@ -235,9 +225,6 @@ class Conversation:
     """Wall-clock seconds that each step of the environment took."""
     texts: tuple[str, ...] = ()
     """Text of each segment; what was sampled without special tokens, the others with them."""
-    answers: Mapping[str, str] = field(default_factory=dict)
-    """Answers to turns, as JSON, by a hash of the response up to the turn's end: a sample that begins with these turns
-    has them without a call of the environment."""
 
     @property
     def policy_text(self) -> str:
@@ -252,31 +239,14 @@ class Rollout:
     prompt: Prompt
     draw_index: int
     sample_index: int
-    token_ids: npt.NDArray[np.int32]
-    """Response tokens, [L]: arrays, because a step with dynamic sampling may hold a hundred million of them."""
-    rollout_logprobs: npt.NDArray[np.float32]
-    """[L], by the decoder; see `Completion`."""
+    response: Response
     text: str
     """Decoded response without special tokens, truncated before a stop string."""
-    finish_reason: FinishReason
     policy_version: int
+    """Number of policy updates before the rollout in which the sample ended."""
     grade: Grade
-    extensions: tuple[tuple[int, int], ...] = ()
-    """Start and stop of each part of the response that was not sampled; see `Completion`."""
     conversation: Conversation | None = None
     """None: a single turn."""
-    prefix: Prefix | None = None
-    """The part of the response that was sampled earlier; see `Request`."""
-
-    @property
-    def policy_versions(self) -> npt.NDArray[np.int32]:
-        """Number of policy updates before each token of the response was sampled, [L]."""
-        return versions_of(self.prefix, self.policy_version, len(self.token_ids))
-
-    @property
-    def sampled(self) -> npt.NDArray[np.int64]:
-        """Indices in the response of the tokens that the policy sampled."""
-        return sampled_indices(len(self.token_ids), self.extensions)
 
     @property
     def policy_text(self) -> str:

@@ -48,10 +48,11 @@ class Repeater(DrafterBase):
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             assert slot not in self.names
-            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "'" * request.turn
+            num_turns = len(request.prefix.extensions) if request.prefix else 0
+            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "'" * num_turns
             self.log.append(f"start {self.names[slot]}")
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         self.log.append(" ".join(["propose", *(self.names[slot] for slot in slots.tolist())]))
         sizes = np.where(np.isin(slots, list(self.last)), np.minimum(max_nodes, self.num_repeats), 0).tolist()
         return DraftTrees.of(
@@ -67,10 +68,10 @@ class Repeater(DrafterBase):
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
-            self.log.append(f"finish {self.names.pop(slot)}: {completion and completion.token_ids}")
+            self.log.append(f"finish {self.names.pop(slot)}: {completion and completion.response.token_ids.tolist()}")
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]
+        self.log += [f"learn {one.request.prompt_id}: {one.response.token_ids.tolist()}" for one in completions]
 
     def calls(self, *kinds: str) -> str:
         """Those parts of the log that begin with one of these words, in one line."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from engine_cases import make_request
+from engine_cases import make_request, make_response
 
 from srtrl.bench.replay_loop import count_accepted
 from srtrl.drafters.base import DrafterBase, end_to_end
@@ -22,23 +22,19 @@ def request(
 
 
 def completion(request: Request, tokens: Sequence[int]) -> Completion:
-    return Completion(
-        request=request,
-        token_ids=list(tokens),
-        rollout_logprobs=[0.0] * len(tokens),
-        finish_reason="stop",
-        policy_version=0,
-    )
+    return Completion(request=request, response=make_response(tokens))
 
 
 def start(drafter: DrafterBase, requests: Mapping[int, Request]) -> None:
     drafter.start(np.array(list(requests), np.int64), list(requests.values()))
 
 
-def propose(drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequence[int] = 8) -> list[DraftTree]:
+def propose(
+    drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequence[int] = 8, min_score: float = 0.0
+) -> list[DraftTree]:
     """Draft, and check what the engine relies on."""
     limits = np.array([max_nodes] * len(slots) if isinstance(max_nodes, int) else max_nodes, np.int64)
-    trees = drafter.propose(np.array(slots, np.int64), limits)
+    trees = drafter.propose(np.array(slots, np.int64), limits, min_score)
     check_trees(trees, limits, VOCAB, "the drafter")
     for tree in trees:
         siblings = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))

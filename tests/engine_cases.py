@@ -14,13 +14,13 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
-from srtrl.types import Completion, Purpose, Request, SamplingParams
+from srtrl.types import Completion, Purpose, Request, Response, SamplingParams
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3), tuple(range(20, 36)))
 
 Completions = dict[tuple[int, int], Completion]
 """By (draw, sample)."""
-Outputs = dict[tuple[int, int], tuple[list[int], list[float], str]]
+Outputs = dict[tuple[int, int], tuple[list[int], list[float], str | None]]
 """Tokens, log-probs and finish reason by (draw, sample)."""
 
 
@@ -154,7 +154,18 @@ def decode(
 
 def outputs(completions: Completions) -> Outputs:
     """What must be equal, bit by bit, no matter how the engine decoded it."""
-    return {key: (c.token_ids, c.rollout_logprobs, c.finish_reason) for key, c in sorted(completions.items())}
+    responses = {key: completion.response for key, completion in sorted(completions.items())}
+    return {key: (r.token_ids.tolist(), r.rollout_logprobs.tolist(), r.finish_reason) for key, r in responses.items()}
+
+
+def make_response(tokens: Sequence[int], logprobs: Sequence[float] = (), version: int = 0, **changes: Any) -> Response:
+    """A response that has ended, with log-probs of 0 by default."""
+    return Response(
+        token_ids=np.array(tokens, np.int32),
+        rollout_logprobs=np.array(logprobs or [0] * len(tokens), np.float32),
+        policy_versions=np.full(len(tokens), version, np.int32),
+        **{"finish_reason": "stop"} | changes,
+    )
 
 
 def options(**changes: object) -> EngineOptions:
@@ -218,11 +229,11 @@ class FakeDrafter(DrafterBase):
             if completion is None:
                 assert not request.is_run_ahead
                 continue
-            assert (completion.request, completion.token_ids) == (request, committed)
+            assert (completion.request, completion.response.token_ids.tolist()) == (request, committed)
             if not request.is_run_ahead:
                 self.ends.append(completion)
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         self.num_proposals += 1
         assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
         return DraftTrees.of(self._tree(*pair) for pair in zip(slots.tolist(), max_nodes.tolist(), strict=True))
@@ -231,7 +242,8 @@ class FakeDrafter(DrafterBase):
         if self.truth is None:
             return EMPTY_TREE
         request = self.live[slot]
-        ahead = self.truth[request.draw_index, request.sample_index].token_ids[len(self.committed[slot]) :]
+        response = self.truth[request.draw_index, request.sample_index].response
+        ahead = response.token_ids.tolist()[len(self.committed[slot]) :]
         tokens: list[int] = []
         parents: list[int] = []
         on_truth = ROOT

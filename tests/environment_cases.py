@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+from engine_cases import make_response
 from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
-from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
-from srtrl.environments.samples import Answer
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
+from srtrl.rollout.turns import Answer
 from srtrl.types import Completion, Prompt, Request, SamplingParams
 
 END = 0
@@ -40,7 +41,7 @@ def completion_of(
     turn: Sequence[int], before: Completion | None = None, extension: Sequence[int] = (), **changes: Any
 ) -> Completion:
     """The next turn of a sample: what the engine gives after `before` was extended."""
-    said = [*before.token_ids, *extension] if before else []
+    said = [*before.response.token_ids.tolist(), *extension] if before else []
     fields: dict[str, Any] = {"draw": 0, "sample": 0, "max_new_tokens": 400, "finish_reason": "stop"} | changes
     request = Request(
         prompt_id="p",
@@ -50,34 +51,28 @@ def completion_of(
         rng_key=0,
         sampling=SamplingParams(max_new_tokens=fields["max_new_tokens"], end_token_ids=(END,)),
         has_turns=True,
-        turn=before.request.turn + 1 if before else 0,
     )
     new = ((len(said) - len(extension), len(said)),) if before else ()
-    return Completion(
-        request=request,
-        token_ids=[*said, *turn],
-        rollout_logprobs=[0.0] * (len(said) + len(turn)),
-        finish_reason=fields["finish_reason"],
-        policy_version=0,
-        extensions=(*before.extensions, *new) if before else (),
-    )
+    extensions = (*before.response.extensions, *new) if before else ()
+    response = make_response([*said, *turn], finish_reason=fields["finish_reason"], extensions=extensions)
+    return Completion(request=request, response=response)
 
 
-def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
+def ask(conversations: EnvironmentTurns, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
     """Submit one turn and wait for the answer to it."""
     conversations.submit_turn(completion, prompt)
     (answer,) = answers_of(conversations)
     return answer
 
 
-def answers_of(conversations: Conversations) -> list[Answer]:
+def answers_of(conversations: EnvironmentTurns) -> list[Answer]:
     """All answers that are still to come."""
     answers: list[Answer] = []
 
     def is_done() -> bool:
         wait(conversations.futures(), timeout=0.02)
         answers.extend(conversations.take_answers())
-        return not conversations.num_pending
+        return not conversations.futures()
 
     wait_until(is_done)
     return answers
@@ -308,20 +303,12 @@ class Wild(Format):
 class Hostile(OneTool):
     """Its answers are no answers: markup, terminal codes, a right answer."""
 
-    seconds = 0.01
-
     def call(self, call: ToolCall) -> tuple[str, str]:
-        time.sleep(self.seconds)
+        time.sleep(0.01)
         return "<script>alert(1)</script>\x1b[31m\n### 42", "ok"
 
     def step(self, turn: Turn) -> Step:
         return replace(super().step(turn), metrics={"said": len(turn.text)})
-
-
-class SlowHostile(Hostile):
-    """Slower than any decoder: there is nothing else to do than to wait for it."""
-
-    seconds = 0.2
 
 
 HOSTILE = {"name": "environment_cases:Hostile", "format": "environment_cases:Wild", "max_turns": 3}

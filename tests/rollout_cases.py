@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
+from engine_cases import make_response
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.rollout.collect import Collector
+from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
 from srtrl.types import (
     Completion,
@@ -64,13 +66,8 @@ class FakeEngine:
 
 def completion_of(request: Request) -> Completion:
     """What the fake engine gives."""
-    return Completion(
-        request=request,
-        token_ids=[request.draw_index, request.sample_index, 0],
-        rollout_logprobs=[-0.5] * 3,
-        finish_reason="stop",
-        policy_version=3,
-    )
+    response = make_response([request.draw_index, request.sample_index, 0], [-0.5] * 3, version=3)
+    return Completion(request=request, response=response)
 
 
 @dataclass
@@ -97,7 +94,7 @@ class FakeGrader:
         self.pending[ticket] -= 1
         return self.pending[ticket] < 0
 
-    def wait_any(self, tickets: Sequence[int]) -> None:
+    def wait_any(self, tickets: Sequence[int], *_: object) -> None:
         waiting = [ticket for ticket in tickets if self.pending[ticket] >= 0]
         if waiting:
             self.pending[self.random.choice(waiting)] = -1
@@ -132,11 +129,12 @@ def make_collector(grader: FakeGrader, **options: Any) -> Collector:
     """Two samples per draw, on seed 11."""
     return Collector(
         cast(Grader, grader),
-        cast(PreTrainedTokenizerBase, FakeTokenizer()),
+        Turns(cast(PreTrainedTokenizerBase, FakeTokenizer())),
         num_samples=2,
         sampling=SAMPLING,
         seed=11,
         purpose="train",
+        policy_version=3,
         **options,
     )
 
@@ -170,10 +168,10 @@ def make_group(
                 prompt=prompt,
                 draw_index=draw_index,
                 sample_index=index,
-                token_ids=np.full(length, 5, np.int32),
-                rollout_logprobs=-rng.random(length).astype(np.float32),
+                response=make_response(
+                    [5] * length, (-rng.random(length)).tolist(), finish_reason="length" if index in cut else "stop"
+                ),
                 text=texts[index] if texts else "",
-                finish_reason="length" if index in cut else "stop",
                 policy_version=0,
                 grade=Grade(reward=reward, parts={}, outcome=outcome),
                 conversation=conversations[index] if conversations else None,

@@ -19,7 +19,7 @@ from padded_update import LOSSES
 from torch import Tensor
 
 from srtrl.algorithms import advantages, losses, reductions
-from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
+from srtrl.algorithms.advantages import is_token_level, needs_values, whiten
 from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
@@ -235,7 +235,7 @@ def test_marks_say_how_an_advantage_is_called() -> None:
     token_level = {"gae", "reinforce_plus_plus"}
     assert set(functions) == token_level | {function.__name__ for function in GROUP_FUNCTIONS}
     assert {name for name, function in functions.items() if is_token_level(function)} == token_level
-    assert [name for name, function in functions.items() if needs_critic(function)] == ["gae"]
+    assert [name for name, function in functions.items() if needs_values(function)] == ["gae"]
 
 
 # --- Estimators of the KL, filters, and the signatures of everything that a recipe can name ---------------------------

@@ -369,7 +369,7 @@ def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floo
 def wrong_tokens(rewards): return rewards
 @token_level
 def tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards
-@token_level(needs_critic=True)
+@token_level(needs_values=True)
 def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards - values
 
 @batched
@@ -389,9 +389,9 @@ class Deaf(TaskBase):
 RATE = 3
 class Empty(DrafterBase): pass
 class Lists(DrafterBase):
-    def propose(self, slots, max_nodes): return [[1, 2]]
+    def propose(self, *_): return [[1, 2]]
 class ListsInTrees(DrafterBase):
-    def propose(self, slots, max_nodes): return DraftTrees(token_ids=[1], parents=[-1], scores=[0.5], offsets=[0, 1])
+    def propose(self, *_): return DraftTrees(token_ids=[1], parents=[-1], scores=[0.5], offsets=[0, 1])
 """
 """Functions and classes of a user, most with one mistake each."""
 

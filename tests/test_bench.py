@@ -38,7 +38,7 @@ def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(pol
         metrics = engine.take_metrics()
         assert metrics["engine/tokens"] == trace.num_tokens == 9
         assert metrics["engine/tokens_per_decode_step"] > 1
-    completions[0].token_ids[0] += 1
+    completions[0].response.token_ids[0] += 1
     with pytest.raises(AssertionError, match="not those of the trace"):
         check_completions(completions, trace)
 

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from srtrl.engine.engine import Engine
 from srtrl.metrics import StageTimer
 from srtrl.model.noise import make_rng_key
-from srtrl.rollout.collect import FixedDraws, collect_rollouts, response_text
+from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.turns import response_text
 from srtrl.types import Prompt, Request, RolloutGroup
 from srtrl.warm_start.training import train_tokenizer
 

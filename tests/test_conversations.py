@@ -12,7 +12,7 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.engine.engine import Engine
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, Draws, FixedDraws, collect_rollouts
@@ -39,10 +39,10 @@ def grader_of() -> Grader:
     return Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
 
 
-def collector_of(grader: Grader, conversations: Conversations) -> Collector:
+def collector_of(grader: Grader, conversations: EnvironmentTurns) -> Collector:
     sampling = SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS)
-    options: dict[str, Any] = {"seed": 3, "purpose": "train", "conversations": conversations}
-    return Collector(grader, TOKENIZER, num_samples=3, sampling=sampling, **options)
+    options: dict[str, Any] = {"seed": 3, "purpose": "train", "policy_version": 0}
+    return Collector(grader, conversations, num_samples=3, sampling=sampling, **options)
 
 
 def prompt_of(i: int) -> Prompt:
@@ -55,13 +55,13 @@ def rollouts_of(
     """The same draws, with a drafter twice (the second time it knows them), with tools of random latency."""
     engine = Engine(policy, options(**({"max_sequence_tokens": 128} | changes)), tokenizer=TOKENIZER, drafter=drafter)
     dynamic: dict[str, Any] = {"first_draw": 0, "num_prompts": 3, "max_draws": 5}
-    with Conversations(section_of(Digits, max_turns=4), TOKENIZER) as conversations, grader_of() as grader:
+    with EnvironmentTurns(section_of(Digits, max_turns=4), TOKENIZER) as conversations, grader_of() as grader:
         for _ in range(2 if drafter else 1):
             draws: Draws = FixedDraws([(i, prompt_of(i)) for i in range(5)])
             if is_dynamic:
                 draws = DrawsUntilFull(prompt_of, keeps=lambda group: group.draw_index > 1, **dynamic)
             groups = collect_rollouts(engine, collector_of(grader, conversations), draws)
-            assert conversations.num_pending == 0
+            assert not conversations.futures()
             assert engine.pool.num_used == 0
             assert not engine.scheduler.paused
             metrics = engine.take_metrics()
@@ -73,8 +73,8 @@ def contents(groups: list[RolloutGroup]) -> list[Any]:
     """All that must not depend on timing."""
     return [
         (
-            (one.draw_index, one.sample_index, one.text, one.finish_reason, one.grade),
-            (one.token_ids.tolist(), one.rollout_logprobs.tolist()),
+            (one.draw_index, one.sample_index, one.text, one.response.finish_reason, one.grade),
+            (one.response.token_ids.tolist(), one.response.rollout_logprobs.tolist()),
             one.conversation and (one.conversation.segments, one.conversation.stop_reason, one.conversation.metrics),
         )
         for one in chain.from_iterable(group.rollouts for group in groups)
@@ -109,21 +109,22 @@ def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> Non
     for rollout, sequence in zip(rollouts, train_sequences(truth), strict=True):
         assert rollout.conversation is not None
         parts = list(segment_slices(rollout.conversation.segments))
-        assert parts[-1][1].stop == len(rollout.token_ids)
+        response = rollout.response
+        assert parts[-1][1].stop == len(response.token_ids)
         sampled = [part for kind, part in parts if kind == "model"]
-        assert (sequence.token_ids[sequence.targets] == np.concatenate([rollout.token_ids[p] for p in sampled])).all()
-        logprobs = np.concatenate([rollout.rollout_logprobs[part] for part in sampled])
+        assert (sequence.token_ids[sequence.targets] == np.concatenate([response.token_ids[p] for p in sampled])).all()
+        logprobs = np.concatenate([response.rollout_logprobs[part] for part in sampled])
         assert (sequence.rollout_logprobs == logprobs).all()
         assert (logprobs < 0).all()
         assert sequence.num_prompt_tokens == len(rollout.prompt.token_ids)
-        assert all((rollout.rollout_logprobs[part] == 0).all() for kind, part in parts if kind != "model")
+        assert all((response.rollout_logprobs[part] == 0).all() for kind, part in parts if kind != "model")
         reward = sum(value % 3 for _, value in rollout.conversation.metrics)
         assert rollout.grade.reward == reward
 
 
 def test_a_sample_given_up_in_the_middle_leaves_nothing(policy: Transformer) -> None:
     engine = Engine(policy, options(max_sequence_tokens=128), tokenizer=TOKENIZER)
-    with Conversations(section_of(Digits), TOKENIZER) as conversations, grader_of() as grader:
+    with EnvironmentTurns(section_of(Digits), TOKENIZER) as conversations, grader_of() as grader:
         collector = collector_of(grader, conversations)
         requests = [request for i in range(3) for request in collector.open(i, prompt_of(i))]
         for number, completion in enumerate(engine.generate(requests)):
@@ -132,5 +133,4 @@ def test_a_sample_given_up_in_the_middle_leaves_nothing(policy: Transformer) -> 
                 break
         assert engine.pool.num_used == 0
         assert not engine.scheduler.paused
-        conversations.clear()
-        assert conversations.num_pending == 0
+    assert not conversations.futures()

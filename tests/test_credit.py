@@ -10,6 +10,7 @@ import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
+from engine_cases import make_response
 from rollout_cases import make_group
 from torch import Tensor
 from update_cases import make_recipe
@@ -127,7 +128,7 @@ def with_failures(groups: Sequence[RolloutGroup], failed: Sequence[Sequence[int]
         rollouts = list(one.rollouts)
         for place in places:
             grade = replace(rollouts[0].grade, reward=0.0, outcome=outcomes[place % 3])
-            rollouts.insert(place, replace(rollouts[0], grade=grade, token_ids=np.full(9, 5, np.int32)))
+            rollouts.insert(place, replace(rollouts[0], grade=grade, response=make_response([5] * 9)))
         rollouts = [replace(rollout, sample_index=index) for index, rollout in enumerate(rollouts)]
         longer.append(replace(one, rollouts=rollouts))
     return longer
@@ -229,7 +230,7 @@ def test_all_tokens_of_a_sample_share_its_advantage() -> None:
         expected = (rollout.grade.reward - of_group.mean()) / (of_group.std(ddof=1) + 1e-6)
         assert advantage == pytest.approx(expected, rel=1e-12)
         assert sequence.draw_index == draw
-        assert sequence.advantages.tolist() == [np.float32(advantage)] * len(rollout.token_ids)
+        assert sequence.advantages.tolist() == [np.float32(advantage)] * len(rollout.response.token_ids)
         assert sequence.returns is None
 
 
@@ -370,7 +371,7 @@ def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:
     rng = np.random.default_rng(seed)
     rollouts = []
     for rollout in group.rollouts:
-        length = len(rollout.token_ids)
+        length = len(rollout.response.token_ids)
         places = sorted(rng.integers(1, length, size=2).tolist()) if length > 1 else []
         ends = [*places, length]
         segments: list[tuple[SegmentKind, int]] = [("model", ends[0])]
@@ -380,9 +381,11 @@ def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:
         rollouts.append(
             replace(
                 rollout,
-                token_ids=np.insert(rollout.token_ids, inserted, 9),
-                rollout_logprobs=np.insert(rollout.rollout_logprobs, inserted, np.float32(0)),
-                extensions=tuple((place + 3 * i, place + 3 * i + 3) for i, place in enumerate(places)),
+                response=make_response(
+                    np.insert(rollout.response.token_ids, inserted, 9).tolist(),
+                    np.insert(rollout.response.rollout_logprobs, inserted, 0).tolist(),
+                    extensions=tuple((place + 3 * i, place + 3 * i + 3) for i, place in enumerate(places)),
+                ),
                 conversation=Conversation(
                     segments=tuple(one for one in segments if one[1]), num_turns=2, num_void_turns=0, stop_reason="done"
                 ),

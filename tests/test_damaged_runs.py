@@ -11,11 +11,11 @@ import pytest
 from bench_cases import run as call
 from tiny_run import assert_same_run, learned_rows, make_policy
 
+from srtrl import build
 from srtrl.recipe.file import load_recipe
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import FORMAT, delete
 from srtrl.tasks.base import load_task
-from srtrl.trainer import trainer
 
 LAST = "checkpoints/step_000004"
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
@@ -234,7 +234,7 @@ def test_what_a_resume_refuses(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "load_task", reordered)
+        patch.setattr(build, "load_task", reordered)
         assert "the data of task.options has changed" in refused()
     other = make_policy(tmp_path / "other", seed=1)
     monkeypatch.setattr(checkpoint, "locate", lambda _: other)  # where model.path leads now

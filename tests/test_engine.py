@@ -58,7 +58,7 @@ def test_two_threads_give_the_bits_of_one_sample_at_a_time(dtype: torch.dtype, t
     policy = tiny_policy(dtype)
     requests = requests_for([PROMPTS[1], PROMPTS[3]], num_samples=2, max_new_tokens=6)
     truth = sequential(policy, requests)
-    assert len({tuple(c.token_ids) for c in truth.values()}) > len(truth) // 2
+    assert len({tuple(c.response.token_ids.tolist()) for c in truth.values()}) > len(truth) // 2
     engine = Engine(policy, options(slots=4, num_pages=5), drafter=FakeDrafter(truth, accuracy=0.7))
     assert outputs(decode(engine, requests[::-1])) == outputs(truth)
     metrics = engine.take_metrics()
@@ -73,18 +73,18 @@ def test_rollout_logprobs_are_the_trainers(model_type: str) -> None:
     with torch.no_grad():
         for completion in decode(Engine(policy, options()), requests).values():
             prompt = completion.request.prompt_token_ids
-            token_ids = torch.tensor([*prompt, *completion.token_ids])
+            token_ids = torch.tensor([*prompt, *completion.response.token_ids.tolist()])
             hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
             rows = hidden[len(prompt) - 1 : -1]
             logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=0.7)
-            assert torch.allclose(logprobs, torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
+            assert torch.allclose(logprobs, torch.tensor(completion.response.rollout_logprobs), atol=1e-5, rtol=0)
 
 
 def test_greedy_text_is_the_same_by_the_float64_reference(policy: Transformer) -> None:
     requests = requests_for(num_samples=1, temperature=0.0)
-    expected = {key: c.token_ids for key, c in sequential(policy, requests).items()}
+    expected = {key: c.response.token_ids.tolist() for key, c in sequential(policy, requests).items()}
     found = decode(Engine(tiny_policy(torch.float64), options(slots=5)), requests)
-    assert {key: c.token_ids for key, c in found.items()} == expected
+    assert {key: c.response.token_ids.tolist() for key, c in found.items()} == expected
 
 
 def test_the_decoder_follows_updates(expected: Outputs) -> None:
@@ -98,26 +98,26 @@ def test_the_decoder_follows_updates(expected: Outputs) -> None:
     assert engine.policy_version == 1
     after = decode(engine, requests_for())
     assert outputs(after) == outputs(sequential(changed, requests_for()))
-    assert {completion.policy_version for completion in after.values()} == {1}
+    assert {version for one in after.values() for version in one.response.policy_versions} == {1}
 
 
 def test_ends_by_end_token_length_and_stop_string(policy: Transformer) -> None:
     plain = decode(Engine(policy, options()), requests_for(num_samples=8))
-    assert {c.finish_reason for c in plain.values()} == {"stop", "length"}
+    assert {c.response.finish_reason for c in plain.values()} == {"stop", "length"}
     for completion in plain.values():
-        assert 0 not in completion.token_ids[:-1]
-        assert (completion.token_ids[-1] == 0) == (completion.finish_reason == "stop")
-        assert len(completion.token_ids) == len(completion.rollout_logprobs)
-    whole = max(plain.values(), key=lambda completion: len(completion.token_ids))
-    stop = Letters().decode(whole.token_ids[3:5])
+        assert 0 not in completion.response.token_ids.tolist()[:-1]
+        assert (completion.response.token_ids.tolist()[-1] == 0) == (completion.response.finish_reason == "stop")
+        assert len(completion.response.token_ids) == len(completion.response.rollout_logprobs)
+    whole = max(plain.values(), key=lambda completion: len(completion.response.token_ids))
+    stop = Letters().decode(whole.response.token_ids.tolist()[3:5])
     sampling = replace(whole.request.sampling, stop_strings=("no such text", stop))
-    end = Letters().decode(whole.token_ids).index(stop) + len(stop)
+    end = Letters().decode(whole.response.token_ids.tolist()).index(stop) + len(stop)
     for drafter in (None, FakeDrafter({(0, 0): whole})):  # whose accepted paths go on after the stop string
         engine = Engine(policy, options(), tokenizer=Letters(), drafter=drafter)
         request = replace(whole.request, draw_index=0, sample_index=0, sampling=sampling)
         (stopped,) = decode(engine, [request]).values()
-        assert stopped.token_ids == whole.token_ids[:end]
-        assert stopped.finish_reason == "stop"
+        assert stopped.response.token_ids.tolist() == whole.response.token_ids.tolist()[:end]
+        assert stopped.response.finish_reason == "stop"
 
 
 def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: Outputs) -> None:
@@ -211,7 +211,7 @@ def test_metrics_count_what_was_done(policy: Transformer) -> None:
     engine = Engine(policy, options(slots=100))
     completions = decode(engine, requests_for(num_samples=2))
     metrics = engine.take_metrics()
-    assert metrics["engine/tokens"] == sum(len(c.token_ids) for c in completions.values())
+    assert metrics["engine/tokens"] == sum(len(c.response.token_ids) for c in completions.values())
     # Two samples: the second shares the full pages of the prompt's tokens but the last, and computes the rest.
     rest = sum((len(prompt) - 1) % engine.options.page_size for prompt in PROMPTS)
     assert metrics["engine/prefill_tokens"] == sum(len(prompt) - 1 for prompt in PROMPTS) + rest
@@ -223,7 +223,7 @@ def test_golden_story(shared_data: Path) -> None:
     folder = shared_data / "models/stories260K"
     engine = Engine(load_model(folder, dtype=torch.float32, device="cpu"), options(max_sequence_tokens=256))
     (completion,) = engine.generate([make_request(prompt=(1,), max_new_tokens=120, temperature=0.0)])
-    text = load_tokenizer(folder).decode(completion.token_ids)
+    text = load_tokenizer(folder).decode(completion.response.token_ids.tolist())
     assert isinstance(text, str)
     assert text.strip().startswith(
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "

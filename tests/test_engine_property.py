@@ -43,7 +43,7 @@ def cases() -> list[Case]:
         truth, others = (
             decode(Engine(policy, options(slots=1), tokenizer=Letters()), varied_requests(seed)) for seed in (0, 5)
         )
-        by_key = {c.request.rng_key: c.token_ids for c in (*truth.values(), *others.values())}
+        by_key = {c.request.rng_key: c.response.token_ids.tolist() for c in (*truth.values(), *others.values())}
         found.append((policy, truth, by_key))
     return found
 

@@ -39,15 +39,14 @@ from task_cases import wait_until
 
 from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
-from srtrl.environments.samples import Answer
-from srtrl.features.rounds import prefix_of
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
+from srtrl.rollout.turns import Answer
 from srtrl.tasks.event_loop import warn_once
 from srtrl.types import Conversation, Prompt
 
@@ -78,7 +77,7 @@ def ending_of(answer: Answer) -> Conversation:
 
 
 def test_a_conversation_from_the_first_turn_to_the_last() -> None:
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
         first = completion_of([*encode("abc"), END])
         answer = ask(conversations, first)
         assert (answer.conversation, answer.extension) == (None, encode("1:abc"))
@@ -91,7 +90,7 @@ def test_a_conversation_from_the_first_turn_to_the_last() -> None:
 
 
 def test_a_long_observation_loses_its_middle_by_tokens() -> None:
-    with Conversations(section_of(Echo, max_observation_tokens=40), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Echo, max_observation_tokens=40), TOKENIZER) as conversations:
         said = "".join(str(i % 10) for i in range(100))
         whole = encode(f"1:{said}")
         extension = ask(conversations, completion_of(encode(said))).extension
@@ -104,7 +103,7 @@ def test_start_must_return_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"rollout\.environment: `start` of \S*Echo, called with prompt .*(must return a list of|not iterable)"
     for started in ("a text", [5], 5, [["role", "user"]]):
         monkeypatch.setattr(Echo, "start", lambda *_, it=started: it, raising=False)
-        with Conversations(section_of(Echo), TOKENIZER) as conversations, pytest.raises(ValueError, match=message):
+        with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations, pytest.raises(ValueError, match=message):
             conversations.started(PROMPT, 100)
 
 
@@ -124,7 +123,7 @@ def test_an_environment_is_tried_before_the_run(
     environment: type[EnvironmentBase], answer: str, problem: str | None
 ) -> None:
     num_open = environment.num_open if issubclass(environment, Echo) else 0
-    with Conversations(section_of(environment), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(environment), TOKENIZER) as conversations:
         message = rf"rollout\.environment: \S+, tried on prompt .* with the turn '{answer}', raised {problem}"
         with pytest.raises(ValueError, match=message) if problem else nullcontext():
             conversations.try_environment(replace(PROMPT, answer=answer))
@@ -143,7 +142,7 @@ def test_an_environment_that_hangs_is_named_before_the_run(
     begun, is_last = time.monotonic(), where in ("close", "end")
     problem = "TimeoutError: no answer within the class's timeout_seconds (0.5); what waits needs a limit of its own"
     expected = nullcontext() if is_last else pytest.raises(ValueError, match=re.escape(problem))
-    with expected as caught, Conversations(section_of(Stuck), TOKENIZER) as conversations:
+    with expected as caught, EnvironmentTurns(section_of(Stuck), TOKENIZER) as conversations:
         conversations.try_environment(PROMPT)
     said = caplog.text if caught is None else str(caught.value)
     named = {
@@ -166,7 +165,7 @@ def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
     warn_once.cache_clear()
     monkeypatch.setattr(Stuck, "where", where)
     Stuck.is_free.clear()
-    with Conversations(section_of(Stuck), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Stuck), TOKENIZER) as conversations:
         found = ending_of(ask(conversations, completion_of(encode("go"))))
         if where == "close":
             begun = time.monotonic()
@@ -211,7 +210,7 @@ def test_members_of_another_kind_are_one_line(
     for value in values:
         monkeypatch.setattr(Serial, name, value)
         with pytest.raises(ValueError, match=rf"rollout\.environment: .*{message}"):
-            Conversations(section_of(Serial), TOKENIZER).__enter__()
+            EnvironmentTurns(section_of(Serial), TOKENIZER).__enter__()
 
 
 TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
@@ -248,7 +247,7 @@ def test_limits_have_names_and_mistakes_of_an_author_are_texts(
     section = {key: limits[key] for key in limits.keys() & EnvironmentSection.model_fields}
     others = {key: limits[key] for key in limits.keys() - section}
     token_ids = [token for part in turn.split("/") for token in encode(part)]
-    with Conversations(section_of(environment, **section), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(environment, **section), TOKENIZER) as conversations:
         answer = ask(conversations, completion_of(token_ids, **others))
         if answer.conversation is None:
             assert END not in answer.extension
@@ -261,19 +260,19 @@ def test_limits_have_names_and_mistakes_of_an_author_are_texts(
 
 def test_an_answer_that_cannot_be_continued_or_a_format_that_does_not_fit_is_refused() -> None:
     with (
-        Conversations(section_of(Unusable), TOKENIZER) as conversations,
+        EnvironmentTurns(section_of(Unusable), TOKENIZER) as conversations,
         pytest.raises(ValueError, match="answered with an empty text, and the format text"),
     ):
         ask(conversations, completion_of(encode("silent")))
     with pytest.raises(ValueError, match="is for one tool, the environment has 2"):
-        Conversations(section_of(Upper, format="code_tags"), TOKENIZER)
+        EnvironmentTurns(section_of(Upper, format="code_tags"), TOKENIZER)
 
 
 @pytest.mark.parametrize("environment", [Echo, AsyncEcho])
 def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_always_does(
     environment: type[EnvironmentBase],
 ) -> None:
-    with Conversations(section_of(environment, max_turns=1), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(environment, max_turns=1), TOKENIZER) as conversations:
         for sample, said in enumerate(("raise this", "raise that")):
             assert ending_of(ask(conversations, completion_of(encode(said), sample=sample))).outcomes == ("raised",)
         with pytest.raises(ValueError, match=r"(?s)step 3: the environment .* in each of 2 samples.*raise this"):
@@ -282,7 +281,7 @@ def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_alway
         conversations.check_not_all_raised("step 3")
         conversations.use_record(None)
         conversations.check_not_all_raised("step 4")
-    with Conversations(section_of(environment), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(environment), TOKENIZER) as conversations:
         extension = ask(conversations, completion_of(encode("raise this"))).extension
         assert "error: RuntimeError: raise this" in TOKENIZER.decode(extension)
 
@@ -293,19 +292,20 @@ def test_threads_are_started_when_needed_and_waiting_for_one_is_not_counted_as_t
     def num_threads() -> int:
         return sum(thread.name == "environment" for thread in threading.enumerate() if thread not in before)
 
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
         assert num_threads() == 1  # of the event loop
         for sample in range(3):
             ask(conversations, completion_of(encode("one"), sample=sample))
-        assert num_threads() == 2
+        wait_until(lambda: num_threads() == 1)
         for sample in range(3, 6):
             conversations.submit_turn(completion_of(encode("wait0.1"), sample=sample), PROMPT)
-        answers_of(conversations)
         assert num_threads() == 4
-    with Conversations(section_of(Serial), TOKENIZER) as conversations:
+        answers_of(conversations)
+        wait_until(lambda: num_threads() == 1)
+    with EnvironmentTurns(section_of(Serial), TOKENIZER) as conversations:
         assert ending_of(ask(conversations, completion_of(encode("hang")))).stop_reason == "time"
         Serial.is_free.set()
-        wait_until(lambda: num_threads() == 2)  # the late answer has come
+        wait_until(lambda: num_threads() == 1)  # the late answer has come
         for sample in range(8):
             conversations.submit_turn(completion_of(encode("go"), sample=10 + sample), PROMPT)
         reasons = [ending_of(answer).stop_reason for answer in answers_of(conversations)]
@@ -319,7 +319,7 @@ def test_threads_are_started_when_needed_and_waiting_for_one_is_not_counted_as_t
 def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
     path = tmp_path / "observations" / "step_000001.jsonl"
     turns = [completion_of(encode("one"))]
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
         conversations.use_record(path)
         first = ask(conversations, turns[0])
         turns.append(completion_of(encode("two"), turns[0], first.extension))
@@ -331,7 +331,7 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
     changed["step"]["observation"] = "from the record"
     changed["crc32"] = checksum(changed)
     path.write_bytes(b"\n".join([json.dumps(changed).encode(), *lines[1:]]))
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
         conversations.use_record(path)
         assert ask(conversations, turns[0]).extension == encode("from the record")
         assert ask(conversations, turns[1]).extension == second.extension
@@ -348,12 +348,12 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
 
 def test_a_format_that_changed_between_two_steps_is_named() -> None:
     """A prefix has the tokens of an observation that is written otherwise now."""
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
         first = completion_of([*encode("abc"), END])
         second = completion_of(encode("stop"), first, ask(conversations, first).extension)
-        answers = conversations.give_up(second)
-        changed = {key: text.replace("1:abc", "1:abcd") for key, text in answers.items()}
-        prefix = replace(prefix_of(second, None, second.extensions[0][1]), answers=changed)
+        response = conversations.give_up(second).response
+        changed = {key: text.replace("1:abc", "1:abcd") for key, text in response.answers.items()}
+        prefix = replace(response.cut(response.extensions[0][1]), answers=changed)
         with pytest.raises(ValueError, match="format: text writes an observation of a step before otherwise"):
             conversations.submit_turn(replace(second, request=replace(second.request, prefix=prefix)), PROMPT)
 
@@ -362,7 +362,7 @@ def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tm
     path = tmp_path / "observations" / "step_000001.jsonl"
     first = completion_of(encode("raise this"))
     for _ in range(2):  # the second time, the environment sees the first turn late
-        with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
             conversations.use_record(path)
             answer = ask(conversations, first)
             assert "error: RuntimeError: raise this" in TOKENIZER.decode(answer.extension)
@@ -371,7 +371,7 @@ def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tm
             assert later.extension == encode("2:two")
         path.write_bytes(content)  # killed before the later answer came
     for _ in range(2):  # the second time, the environment is asked again
-        with Conversations(section_of(Echo, max_turns=1), TOKENIZER) as conversations:
+        with EnvironmentTurns(section_of(Echo, max_turns=1), TOKENIZER) as conversations:
             conversations.use_record(path)
             ask(conversations, first)
             with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
@@ -400,7 +400,7 @@ PYTHON: list[tuple[str, str, str]] = [
 """What the policy says, what is observed (of Python's the end), and the outcome."""
 
 
-def check_outcomes(conversations: Conversations, said: str, observation: str, outcome: str) -> None:
+def check_outcomes(conversations: EnvironmentTurns, said: str, observation: str, outcome: str) -> None:
     first = completion_of(encode(said), max_new_tokens=4000)
     answer = ask(conversations, first)
     text = str(TOKENIZER.decode(answer.extension))
@@ -412,7 +412,7 @@ def check_outcomes(conversations: Conversations, said: str, observation: str, ou
 
 
 def test_code_tags() -> None:
-    with Conversations(section_of(OneTool, format="code_tags"), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(OneTool, format="code_tags"), TOKENIZER) as conversations:
         for said, observation, outcome in CODE_TAGS:
             check_outcomes(conversations, said, f"<interpreter>\n{observation}", outcome)
         void = ending_of(ask(conversations, completion_of(encode("well"), sample=1)))
@@ -423,7 +423,7 @@ def test_python_says_what_was_printed_and_how_it_ended() -> None:
     """In its sandbox, as a recipe would have it."""
     section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
     assert PythonEnvironment.max_parallel(PythonOptions(num_workers=3)) == 3
-    with Conversations(section, TOKENIZER) as conversations:
+    with EnvironmentTurns(section, TOKENIZER) as conversations:
         for code, observation, outcome in PYTHON:
             check_outcomes(conversations, f"<code>\n```python\n{code}\n```\n</code>", observation, outcome)
 
@@ -456,7 +456,7 @@ HERMES: list[tuple[str, list[str]]] = [
 
 def test_hermes() -> None:
     tokenizer = tokenizer_with(CHAT_TEMPLATE)
-    with Conversations(section_of(Upper, format="hermes"), tokenizer) as conversations:
+    with EnvironmentTurns(section_of(Upper, format="hermes"), tokenizer) as conversations:
         assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
         for sample, (turn, observations) in enumerate(HERMES):
             completion = completion_of([*encode(turn), END], max_new_tokens=10**6, sample=sample)
@@ -472,7 +472,7 @@ def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
     assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
     for template, message in ((FORGETTING_TEMPLATE, "changes earlier messages"), (None, "has no chat template")):
         with pytest.raises(ValueError, match=message):
-            Conversations(section_of(Upper, format="hermes"), tokenizer_with(template))
+            EnvironmentTurns(section_of(Upper, format="hermes"), tokenizer_with(template))
 
 
 class Greeting(Echo):
@@ -486,19 +486,19 @@ class Greeting(Echo):
 
 
 def test_an_environment_may_say_something_first() -> None:
-    with Conversations(section_of(Greeting), TOKENIZER) as conversations:
+    with EnvironmentTurns(section_of(Greeting), TOKENIZER) as conversations:
         started = conversations.started(PROMPT, 100)
         assert started.text == "Computehello p"
         assert list(started.token_ids) == encode(started.text)
         assert conversations.started(PROMPT, 100) is started
         ask(conversations, completion_of(encode("abc")), started)
         assert Greeting.seen == [PROMPT, PROMPT]  # without what it says itself
-    with Conversations(section_of(Greeting, format="chat"), tokenizer_with(CHAT_TEMPLATE)) as conversations:
+    with EnvironmentTurns(section_of(Greeting, format="chat"), tokenizer_with(CHAT_TEMPLATE)) as conversations:
         prompt = Prompt(prompt_id="p", text="<|user|>hi<|endoftext|>\n<|assistant|>", token_ids=(1,), answer="")
         expected = "<|user|>hi<|endoftext|>\n<|user|>hello p<|endoftext|>\n<|assistant|>"
         assert conversations.started(prompt, 100).text == expected
         with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens is 3"):
-            Conversations(section_of(Greeting), TOKENIZER).started(PROMPT, 3)
+            EnvironmentTurns(section_of(Greeting), TOKENIZER).started(PROMPT, 3)
 
 
 EXPRESSIONS = st.recursive(

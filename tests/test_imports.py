@@ -42,10 +42,11 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("tasks",),
-    ("environments",),
     ("rollout",),
+    ("environments",),
     ("run",),
     ("trainer",),
+    ("cuda",),
     ("features",),
     ("build",),
     ("checks", "planner"),
@@ -54,6 +55,18 @@ LAYERS = (
     ("cli", "generation", "api", "__main__"),
 )
 """In the order of imports: a file imports from its own row and those above; `TYPE_CHECKING` makes no difference."""
+PLAIN_CORE = ("algorithms", "model", "drafters", "engine", "rollout", "trainer")
+"""A reader of plain GRPO needs these; a test above keeps `features` out of them."""
+NAMES_OF_FEATURES = (
+    "critic",
+    "lora",
+    "spec_rl",
+    "spec-rl",
+    "off_policy",
+    "partial rollout",
+    "features/",
+    "srtrl.features",
+)
 
 
 def module_name(path: Path) -> str:
@@ -105,6 +118,14 @@ def test_files_import_from_those_above_them_only_and_in_no_circle() -> None:
         if name != "srtrl" and layer_of(target) > layer_of(name)
     }
     assert upward == set()
+
+
+def test_the_plain_core_does_not_name_what_a_recipe_may_add() -> None:
+    """Files of it say nothing of these, not even in a docstring; what they offer is for anyone."""
+    files = [file for package in PLAIN_CORE for file in (PACKAGE / package).glob("*.py")]
+    assert len(files) > 30
+    named = {(file.name, word) for file in files for word in NAMES_OF_FEATURES if word in file.read_text().lower()}
+    assert named == set()
 
 
 def test_the_search_sees_circles_in_functions_and_for_type_checkers() -> None:

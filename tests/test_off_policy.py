@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from engine_cases import make_request, tiny_policy
+from engine_cases import make_request, make_response, tiny_policy
 from scipy.stats import chisquare
 from test_promises import RECIPES, RECOMPUTE, TOOLS, UNEVEN
 from tiny_run import learned_rows, make_recipe, train
@@ -24,7 +24,6 @@ from srtrl.metrics import read_metrics
 from srtrl.model.noise import make_rng_key
 from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.passes import UpdateContext
-from srtrl.types import Prefix
 
 MODES = ("partial", "spec_rl", "partial with tools", "spec_rl with tools")
 LIMITS: list[dict[str, Any]] = [
@@ -156,12 +155,7 @@ def test_acceptance_is_that_of_its_formula(lenience: float, policy: Path, tmp_pa
     The number of accepted tokens is k with probability prod_{i<k} a_i (1 - a_k), a_i = min(1, lenience p_new / p_old).
     """
     ratios = np.array([1.0, 0.9, 1.3, 0.7, 0.95])
-    prefix = Prefix(
-        token_ids=np.arange(5, dtype=np.int32),
-        rollout_logprobs=np.log(1 / 61 / ratios).astype(np.float32),
-        policy_versions=np.zeros(5, np.int32),
-        finish_reason="stop",
-    )
+    prefix = make_response(range(5), np.log(1 / 61 / ratios).tolist())
     recipe = make_recipe(policy, tmp_path, rollout__lenience=lenience, train__micro_batch_tokens=8192)
     context = UpdateContext(recipe=recipe, step=1)
     requests = [

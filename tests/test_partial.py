@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
@@ -14,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from engine_cases import options, tiny_policy
+from engine_cases import make_response, options, tiny_policy
 from environment_cases import TOKENIZER, Ledger, section_of
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -27,10 +26,11 @@ from tiny_run import make_recipe
 from srtrl import build
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.partial import PartialDraws, PartialSampler
 from srtrl.rollout.collect import Collector, collect_rollouts
-from srtrl.types import Prefix, Prompt, Rollout, RolloutGroup, SampleKey, SamplingParams
+from srtrl.rollout.turns import Turns
+from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, SamplingParams
 
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
 SAMPLING = SamplingParams(max_new_tokens=100, end_token_ids=tuple(range(12)))
@@ -47,7 +47,7 @@ def step_through(
     num_open: int = NUM_OPEN,
     drafts: bool = False,
     scale: float = 1.0,
-    on_carried: Callable[[dict[SampleKey, Prefix]], None] = lambda _: None,
+    on_carried: Callable[[dict[SampleKey, Response]], None] = lambda _: None,
     **sizes: Any,
 ) -> list[Sampled]:
     """The samples that each step learns from, with unchanged weights that count as new ones.
@@ -57,20 +57,21 @@ def step_through(
     sizes = {"max_sequence_tokens": 128, "run_ahead_max_slowdown": None, **sizes}
     policy = tiny_policy(vocab_size=290, scale=scale)
     engine = Engine(policy, options(**sizes), drafter=SrtDrafter() if drafts else None)
-    conversations = Conversations(section_of(Ledger, max_turns=4), TOKENIZER) if has_tools else None
+    turns = EnvironmentTurns(section_of(Ledger, max_turns=4), TOKENIZER) if has_tools else Turns(TOKENIZER)
     shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "sampling": SAMPLING, "seed": 5, "purpose": "train"}
-    earlier: dict[SampleKey, Prefix] = {}
+    earlier: dict[SampleKey, Response] = {}
     steps: list[Sampled] = []
     new = count()
-    with grader_of("test_rank_rollouts:half_tokens") as grader, conversations or nullcontext():
-        shared["conversations"] = conversations
+    with grader_of("test_rank_rollouts:half_tokens") as grader, turns:
         for step in range(num_steps):
             going_on = sorted({draw for draw, _ in earlier})
             numbers = [*going_on, *(next(new) for _ in range(num_open - len(going_on)))]
             draws = [(n, Prompt(prompt_id=str(n), text="", token_ids=(1 + n % 7, 2), answer="")) for n in numbers]
             due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
             part = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
-            collector = Collector(grader, TOKENIZER, prefixes=earlier, share=build.choose_share(), **shared)
+            collector = Collector(
+                grader, turns, prefixes=earlier, policy_version=step, share=build.choose_share(), **shared
+            )
             rollouts = [rollout for group in collect_rollouts(engine, collector, part) for rollout in group.rollouts]
             steps.append({(r.draw_index, r.sample_index): contents_of(r) for r in rollouts})
             assert engine.pool.num_used == 0
@@ -82,10 +83,11 @@ def step_through(
 
 
 def contents_of(rollout: Rollout) -> tuple[list[int], list[float], list[int], list[int], Any]:
-    arrays = rollout.token_ids, rollout.rollout_logprobs, rollout.policy_versions, rollout.sampled
+    response = rollout.response
+    arrays = response.token_ids, response.rollout_logprobs, response.policy_versions, response.sampled
     token_ids, logprobs, versions, sampled = (array.tolist() for array in arrays)
-    talk = rollout.conversation and replace(rollout.conversation, tool_seconds=(), answers={})
-    return token_ids, logprobs, versions, sampled, (talk, rollout.grade, rollout.finish_reason)
+    talk = rollout.conversation and replace(rollout.conversation, tool_seconds=())
+    return token_ids, logprobs, versions, sampled, (talk, rollout.grade, response.finish_reason)
 
 
 def simulate(lengths: dict[SampleKey, int], num_steps: int) -> Iterator[list[int]]:
@@ -166,7 +168,7 @@ def test_tools_take_no_time_and_are_not_called_twice_for_what_is_carried_over(
     found: list[Carried] = []
     num_calls: list[tuple[Any, int]] = []
 
-    def look(earlier: dict[SampleKey, Prefix]) -> None:
+    def look(earlier: dict[SampleKey, Response]) -> None:
         found.append(contents_of_prefixes(earlier))
         for prefix in earlier.values():
             starts = [0, *(stop for _, stop in prefix.extensions)]
@@ -183,7 +185,7 @@ def test_tools_take_no_time_and_are_not_called_twice_for_what_is_carried_over(
     assert all(Ledger.num_steps[told] == num for told, num in only), "a tool was called again"
 
 
-def contents_of_prefixes(earlier: dict[SampleKey, Prefix]) -> Carried:
+def contents_of_prefixes(earlier: dict[SampleKey, Response]) -> Carried:
     return [(key, p.token_ids.tolist(), p.finish_reason, p.extensions, p.answers) for key, p in earlier.items()]
 
 
@@ -229,7 +231,7 @@ def test_lengths_and_tokens_keep_their_distribution() -> None:
 class Counting:
     """A collector of which only the prefixes are used."""
 
-    prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
+    prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
 
 
 RESUMED = st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 3), st.booleans())
@@ -245,12 +247,12 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
     def collect(_: object, collector: Counting, some: PartialDraws) -> list[RolloutGroup]:
         known = [draw for draw, _ in some.draws]
         ends = {*random.choice(known, some.num_complete, replace=False).tolist()} | some.due
-        new = Prefix(token_ids=np.ones(1, np.int32), rollout_logprobs=np.ones(1, np.float32), policy_versions=versions)
+        new = make_response([1], version=step, finish_reason=None)
         some.carried = {(draw, 0): collector.prefixes.get((draw, 0), new) for draw in known if draw not in ends}
         return [make_group(draw, [random.choice(["correct", "incorrect"])]) for draw in sorted(ends)]
 
     learned: list[int] = []
-    num_draws, earlier = 0, dict[SampleKey, Prefix]()
+    num_draws, earlier = 0, dict[SampleKey, Response]()
     for step, (num_prompts, min_complete, max_age, is_dynamic) in enumerate(changes, start=1):
         rollout = {"mode": "partial", "min_complete": min_complete, "max_age": max_age}
         values = {f"rollout__{name}": value for name, value in rollout.items()}
@@ -269,7 +271,6 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
         sampler = PartialSampler(context, task)
         sampler.num_draws, sampler.earlier = num_draws, earlier
-        versions = np.full(1, step, np.int32)
         stub: Any = Counting()
         with mock.patch("srtrl.features.partial.collect_rollouts", collect):
             collected = sampler.collect(step, stub)

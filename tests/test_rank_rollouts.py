@@ -1,6 +1,5 @@
 """Rollouts of several ranks are those of one, whatever each of them decodes; how they deal, claim and wait."""
 
-import contextlib
 import os
 import random
 import time
@@ -27,7 +26,7 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.engine.stats import EngineStats, add_stats
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.sharing import RankShare, deal
 from srtrl.model.transformer import Transformer
 from srtrl.ranks import RankError
@@ -35,6 +34,7 @@ from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.share import Share
+from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
 from srtrl.types import Completion, Grade, Prompt, Request, SamplingParams
@@ -121,11 +121,10 @@ def grader_of(reward: str, kind: type[Grader] = Grader) -> Grader:
     return kind(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
 
 
-def collector_of(grader: Grader, max_new_tokens: int = 30, **options: Any) -> Collector:
+def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **options: Any) -> Collector:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
-    return Collector(
-        grader, TOKENIZER, sampling=sampling, seed=3, purpose="train", share=build.choose_share(), **options
-    )
+    options |= {"seed": 3, "purpose": "train", "policy_version": 0, "share": build.choose_share()}
+    return Collector(grader, turns, sampling=sampling, **options)
 
 
 def rollouts(case: Case) -> Found:
@@ -134,12 +133,12 @@ def rollouts(case: Case) -> Found:
     engine = WatchedEngine(policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter())
     name = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
     grader = grader_of(name, case.grader)
-    conversations = Conversations(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else None
+    turns = EnvironmentTurns(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else Turns(TOKENIZER)
     found, draws = Found(), list(enumerate(PROMPTS))
-    with grader, conversations or contextlib.nullcontext():
+    with grader, turns:
         for _ in range(2):
-            options_of_case: dict[str, Any] = {"num_samples": case.num_samples, "conversations": conversations}
-            collector = collector_of(grader, 100 if case.has_turns else 30, **options_of_case)
+            options_of_case: dict[str, Any] = {"num_samples": case.num_samples}
+            collector = collector_of(grader, turns, 100 if case.has_turns else 30, **options_of_case)
             collector.on_progress = lambda num_done, _: found.progress.append(num_done)
             engine.before_step = partial(before_step, engine, collector.share, case)
             if case.is_dynamic:
@@ -232,7 +231,7 @@ def follow() -> dict[str, float]:
     engine.before_step = take_part
     grader = grader_of(f"{__name__}:half_tokens")
     for draw in range(2):
-        collector = collector_of(grader, num_samples=1)
+        collector = collector_of(grader, Turns(TOKENIZER), num_samples=1)
         ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index() > 0 else []  # not on rank 0
         collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])], run_ahead=ahead))
         metrics = collector.engine_metrics(engine)
@@ -391,16 +390,16 @@ def test_a_record_of_any_number_of_ranks_is_found_by_any(tmp_path: Path) -> None
     said = [completion_of((20, 21 + sample), sample=sample) for sample in range(3)]
     answers = []
     for rank, completion in enumerate(said):
-        with Conversations(section_of(Digits), TOKENIZER) as conversations:
-            conversations.use_record(path, rank)
+        with ranks.use(rank, len(said)), EnvironmentTurns(section_of(Digits), TOKENIZER) as conversations:
+            conversations.use_record(path)
             answers.append(ask(conversations, completion))
     names = ["step_000001.jsonl", "step_000001.rank1.jsonl", "step_000001.rank2.jsonl"]
     assert sorted(one.name for one in path.parent.iterdir()) == names
     known = {name: (path.parent / name).read_bytes() for name in names}
     with (path.parent / names[2]).open("ab") as file:
         file.write(b'{"key"')  # that rank is still writing
-    with Conversations(section_of(Digits), TOKENIZER) as conversations:
-        conversations.use_record(path, 1)
+    with ranks.use(1, len(said)), EnvironmentTurns(section_of(Digits), TOKENIZER) as conversations:
+        conversations.use_record(path)
         for completion, answer in zip(said, answers, strict=True):
             assert ask(conversations, completion).extension == answer.extension
     assert {name: (path.parent / name).read_bytes() for name in names[:2]} == {name: known[name] for name in names[:2]}

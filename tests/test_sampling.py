@@ -177,7 +177,8 @@ def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None
     places, num_likeliest, expected_likeliest = [], 0, 0.0
     plan = PackedPlan([length] * 64, "cpu")
     for first in range(0, num_samples, 64):
-        token_ids = torch.tensor([[1, *completion.token_ids] for completion in completions[first : first + 64]])
+        responses = [completion.response for completion in completions[first : first + 64]]
+        token_ids = torch.tensor([[1, *response.token_ids.tolist()] for response in responses])
         with torch.no_grad():
             logits = policy.logits(policy(token_ids[:, :-1].flatten(), plan))
         probs = (logits.double() / temperature).softmax(-1)  # [64 x length, V]

@@ -48,7 +48,7 @@ def texts_of(completions: Completions) -> Texts:
     """The completions as history."""
     texts: Texts = {}
     for one in completions.values():
-        texts.setdefault(one.request.prompt_token_ids, []).append(np.array(one.token_ids, np.int32))
+        texts.setdefault(one.request.prompt_token_ids, []).append(np.array(one.response.token_ids.tolist(), np.int32))
     return texts
 
 
@@ -166,7 +166,7 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     """For every promise: `test_incorrect_trees_are_refused`."""
 
     class Wild(DrafterBase):
-        def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
             tokens = np.full(len(slots), 61, np.int32)
             scores, offsets = np.ones(len(slots), np.float32), np.arange(len(slots) + 1)
             return DraftTrees(token_ids=tokens, parents=tokens * 0 + ROOT, scores=scores, offsets=offsets)
@@ -233,7 +233,7 @@ def test_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
             for index in range(first, first + 20_000)
         ]
         for completion in engine.generate(requests):
-            counts[np.ravel_multi_index(tuple(completion.token_ids), (vocab_size,) * length)] += 1
+            counts[np.ravel_multi_index(tuple(completion.response.token_ids.tolist()), (vocab_size,) * length)] += 1
     metrics = engine.take_metrics()
     assert metrics["engine/verified_per_decode_step"] > 2
     assert 0.02 < metrics["engine/acceptance_depth_1"] < 0.98

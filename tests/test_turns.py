@@ -37,8 +37,8 @@ def turn_requests(num_samples: int = 2, max_new_tokens: int = 60) -> list[Reques
 
 def observation(completion: Completion) -> list[int]:
     """What a tool answers: a function of the turn; up to 13 tokens, stop strings among them."""
-    start = completion.extensions[-1][1] if completion.extensions else 0
-    turn = completion.token_ids[start:]
+    extensions = completion.response.extensions
+    turn = completion.response.token_ids[extensions[-1][1] if extensions else 0 :].tolist()
     return [(sum(turn) * (i + 1) + len(turn)) % 60 + 1 for i in range(1 + sum(turn) % 13)]
 
 
@@ -50,11 +50,11 @@ def converse(engine: Engine, requests: list[Request], delays: np.random.Generato
 
     def go_on(completion: Completion) -> None:
         tokens = observation(completion)
-        room = completion.request.sampling.max_new_tokens - len(completion.token_ids) - 1
-        if completion.finish_reason == "length" or len(completion.extensions) == MAX_TURNS - 1 or len(tokens) > room:
+        request, response = completion.request, completion.response
+        room = request.sampling.max_new_tokens - len(response.token_ids) - 1
+        if response.finish_reason == "length" or len(response.extensions) == MAX_TURNS - 1 or len(tokens) > room:
             engine.end(completion)
-            request = replace(completion.request, turn=0)
-            found[request.draw_index, request.sample_index] = replace(completion, request=request)
+            found[request.draw_index, request.sample_index] = completion
         else:
             engine.extend(completion, tokens)
 
@@ -97,21 +97,22 @@ def test_the_reference_has_turns_of_all_kinds_and_log_probs_of_one_forward_pass(
     cases: list[tuple[Transformer, Completions]],
 ) -> None:
     for policy, truth in cases:
-        numbers = {len(completion.extensions) for completion in truth.values()}
+        numbers = {len(completion.response.extensions) for completion in truth.values()}
         assert {MAX_TURNS - 1} < numbers
-        assert {completion.finish_reason for completion in truth.values()} == {"stop", "length"}
+        assert {completion.response.finish_reason for completion in truth.values()} == {"stop", "length"}
         for completion in truth.values():
             prompt = completion.request.prompt_token_ids
-            token_ids = torch.tensor([*prompt, *completion.token_ids])
+            response = completion.response
+            token_ids = torch.tensor([*prompt, *response.token_ids.tolist()])
             rows = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))[len(prompt) - 1 : -1]
             logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=1.0)
-            for start, stop in completion.extensions:
-                text = Letters().decode(completion.token_ids[:start])
-                assert completion.token_ids[start - 1] in (0, 5) or text.endswith(("B", "CD"))
-                assert not any(completion.rollout_logprobs[start:stop])
+            for start, stop in response.extensions:
+                text = Letters().decode(response.token_ids[:start].tolist())
+                assert response.token_ids[start - 1] in (0, 5) or text.endswith(("B", "CD"))
+                assert not response.rollout_logprobs[start:stop].any()
                 logprobs[start:stop] = 0
             if policy is cases[0][0]:
-                assert torch.allclose(logprobs.detach(), torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
+                assert torch.allclose(logprobs.detach(), torch.tensor(response.rollout_logprobs), atol=1e-5, rtol=0)
 
 
 class TurnDrafter(FakeDrafter):
@@ -121,9 +122,8 @@ class TurnDrafter(FakeDrafter):
         super().start(slots, requests)
         assert self.truth is not None
         for slot, request in zip(slots.tolist(), requests, strict=True):
-            if request.turn:
-                known = self.truth[request.draw_index, request.sample_index]
-                self.committed[slot] = known.token_ids[: known.extensions[request.turn - 1][0]]
+            known = self.truth[request.draw_index, request.sample_index]
+            self.committed[slot] = known.response.token_ids.tolist()[: request.text_start]
 
 
 @pytest.mark.parametrize("drafter_class", [None, SrtDrafter, SuffixDrafter, TurnDrafter])
@@ -150,7 +150,7 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
         delays = np.random.default_rng(seed) if data.draw(st.sampled_from([True, False]), "delays") else None
         found = converse(engine, requests, delays)
         assert outputs(found) == outputs({key: truth[key] for key in found})
-        assert all(one.extensions == truth[key].extensions for key, one in found.items())
+        assert all(one.response.extensions == truth[key].response.extensions for key, one in found.items())
         engine.end_step(has_new_weights=True)
         requests = requests[::-1]
 
@@ -160,11 +160,11 @@ class NoiseDrafter(SrtDrafter):
 
     engine: Engine
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         batch = self.engine.batch
         assert (self._noise.rng_keys[slots] == batch.rng_keys[slots]).all()
         assert (self._noise.positions[slots] == batch.num_tokens[slots] - batch.num_prompt_tokens[slots]).all()
-        return super().propose(slots, max_nodes)
+        return super().propose(slots, max_nodes, min_score)
 
 
 def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transformer, Completions]]) -> None:
@@ -183,13 +183,13 @@ def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transfor
     trie = TokenTrie()
     for text in drafter.cache("train").rollouts(prompt):
         trie.insert(text)
-    extended = [one for one in truth.values() if one.request.prompt_token_ids == prompt and one.extensions]
+    extended = [one for one in truth.values() if one.request.prompt_token_ids == prompt and one.response.extensions]
     assert extended
     for completion in extended:
-        start, stop = completion.extensions[0]
-        assert continuations(trie, completion.token_ids[start - 2 : start - 1])
-        assert continuations(trie, [START_TOKEN, *completion.token_ids[:start]]) == {}
-        assert continuations(trie, [START_TOKEN, *completion.token_ids[start:stop]])
+        start, stop = completion.response.extensions[0]
+        assert continuations(trie, completion.response.token_ids.tolist()[start - 2 : start - 1])
+        assert continuations(trie, [START_TOKEN, *completion.response.token_ids.tolist()[:start]]) == {}
+        assert continuations(trie, [START_TOKEN, *completion.response.token_ids.tolist()[start:stop]])
 
 
 def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer, Completions]]) -> None:
@@ -201,7 +201,7 @@ def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer,
         metrics = engine.take_metrics()
         assert (metrics["engine/preemptions"] > 0) == (num_pages == 25)
         num_prefill.append(metrics["engine/prefill_tokens"])
-    num_extended = sum(stop - start for one in truth.values() for start, stop in one.extensions)
+    num_extended = sum(stop - start for one in truth.values() for start, stop in one.response.extensions)
     size = turn_options().page_size
     of_samples = [divmod(len(one.request.prompt_token_ids) - 1, size) for one in truth.values()]
     of_groups = {
@@ -216,7 +216,7 @@ def test_what_cannot_be_extended_is_refused(cases: list[tuple[Transformer, Compl
     engine = Engine(cases[0][0], turn_options(), tokenizer=Letters())
     generated = engine.generate(turn_requests()[:1])
     completion = next(generated)
-    room = 60 - len(completion.token_ids) - 1
+    room = 60 - len(completion.response.token_ids) - 1
     for tokens in ([], [61], [1] * (room + 1)):
         with pytest.raises(ValueError, match=f"expected 1 to {room} tokens of a vocabulary of 61"):
             engine.extend(completion, tokens)

@@ -20,6 +20,7 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.weights import load_model
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
+from srtrl.rollout.turns import Turns
 from srtrl.tasks.base import load_task
 from srtrl.trainer.passes import UpdateContext
 from srtrl.warm_start.training import (
@@ -98,7 +99,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
     sequences, logprobs = [], []
     for prompt in task.train_prompts[:5]:
         solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
-        sequences.append(solution_sequence(task, tokenizer, prompt))
+        sequences.append(solution_sequence(task, Turns(tokenizer), prompt))
         assert sequences[-1].token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
         token_ids = torch.from_numpy(sequences[-1].token_ids)
         rows = peer(token_ids[None]).logits[0].log_softmax(-1)  # [L, V]

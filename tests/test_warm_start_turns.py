@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from srtrl.environments.base import Messages, ToolCall
 from srtrl.environments.calculator import Environment
-from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.metrics import read_metrics
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
@@ -82,7 +82,7 @@ def test_tokens_and_targets_are_those_of_a_rollout() -> None:
     """A policy that says the turns of a solution has the solution's tokens in the end, and the same ones as targets."""
     section = section_of(Prints, format="code_tags", max_turns=5, max_observation_tokens=60)
     for numbers in ([], [0], [1, 2], [3, 4, 5], [6, 7, 0, 1]):
-        with Conversations(section, TOKENIZER) as conversations:
+        with EnvironmentTurns(section, TOKENIZER) as conversations:
             completion, text, said = None, "", []
             extension: list[int] = []
             for turn, number in [*((f"I try\n<code>{number}</code>", number) for number in numbers), (LAST, None)]:
@@ -96,9 +96,9 @@ def test_tokens_and_targets_are_those_of_a_rollout() -> None:
                     text += f"\n<interpreter>\n{OUTPUTS[number]}\n</interpreter>\n"
             assert completion is not None
             assert answer.conversation is not None
-            sequence = solution_sequence(OneSolution(text), TOKENIZER, PROMPT, conversations)  # type: ignore[arg-type]
+            sequence = solution_sequence(OneSolution(text), conversations, PROMPT)  # type: ignore[arg-type]
         num_prompt = len(PROMPT.token_ids)
-        assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.token_ids]
+        assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.response.token_ids.tolist()]
         is_model = [kind == "model" for kind, length in answer.conversation.segments for _ in range(length)]
         assert (sequence.targets == num_prompt + np.flatnonzero(is_model)).all()
         assert sequence.token_ids[sequence.targets].tolist() == said
@@ -131,15 +131,15 @@ def test_what_no_rollout_could_say_is_left_out(tmp_path: Path) -> None:
     assert recipe.warm_start is not None
     section = section_of(Prints, format="code_tags", max_turns=3)
     for text, reason in UNSAID.items():
-        with Conversations(section, TOKENIZER) as conversations:
+        with EnvironmentTurns(section, TOKENIZER) as conversations:
             task: Any = OneSolution(text, number=2)
-            batches = solution_batches(recipe, recipe.warm_start, task, TOKENIZER, conversations)
+            batches = solution_batches(recipe, recipe.warm_start, task, conversations)
             with pytest.raises(ValueError, match=r"no rollout could produce any .*: that of p has ") as caught:
                 next(batches)
             assert reason in str(caught.value)
             texts = iter([text, *["Answer: 1"] * 100])
             task.solution = lambda _, texts=texts: next(texts)
-            batch, num_left_out = next(solution_batches(recipe, recipe.warm_start, task, TOKENIZER, conversations))
+            batch, num_left_out = next(solution_batches(recipe, recipe.warm_start, task, conversations))
             assert num_left_out == 1, text
             assert all(TOKENIZER.decode(one.token_ids[one.targets][:-1]) == "Answer: 1" for one in batch)
 
@@ -177,10 +177,10 @@ def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> No
     task = load_task(recipe, tokenizer)
     assert recipe.warm_start is not None
     assert recipe.rollout.environment is not None
-    conversations = Conversations(recipe.rollout.environment, tokenizer)
+    conversations = EnvironmentTurns(recipe.rollout.environment, tokenizer)
     noise = recipe.warm_start.model_copy(update={"noise": 0.5})
-    noisy_batch, _ = next(solution_batches(recipe, noise, task, tokenizer, conversations))
-    clean_batch, _ = next(solution_batches(recipe, recipe.warm_start, task, tokenizer, conversations))
+    noisy_batch, _ = next(solution_batches(recipe, noise, task, conversations))
+    clean_batch, _ = next(solution_batches(recipe, recipe.warm_start, task, conversations))
     num_observed = 0
     for noisy, clean in zip(noisy_batch, clean_batch, strict=True):
         is_target = np.isin(np.arange(len(clean.token_ids)), clean.targets)
@@ -195,9 +195,9 @@ def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> No
 def test_an_environment_is_opened_where_prompts_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def spy(task: Any, tokenizer: Any, prompt: Prompt, conversations: Conversations) -> TrainSequence:
+    def spy(task: Any, conversations: EnvironmentTurns, prompt: Prompt) -> TrainSequence:
         seen.append(prompt.text)
-        return solution_sequence(task, tokenizer, prompt, conversations)
+        return solution_sequence(task, conversations, prompt)
 
     monkeypatch.setattr(warm_start, "solution_sequence", spy)
     for environment, output in ((Unopened, "unopened"), (Greets, "greets")):
@@ -214,7 +214,7 @@ def test_a_share_of_the_problems_calls_the_calculator() -> None:
     options = ArithmeticOptions(num_train=300, num_eval=1, max_operand=999, max_value=10**9, tool_share=0.3)
     task = ArithmeticTask(options, tokenizer=TOKENIZER, max_prompt_tokens=100)
     called = 0
-    with Conversations(EnvironmentSection(name="calculator", format="code_tags"), TOKENIZER) as conversations:
+    with EnvironmentTurns(EnvironmentSection(name="calculator", format="code_tags"), TOKENIZER) as conversations:
         for prompt in task.train_prompts:
             (said, outputs), *_ = conversations.format.split_solution(task.solution(prompt))
             if outputs:
@@ -259,8 +259,8 @@ def test_the_cold_start_of_retool_on_rows_of_its_form(tmp_path: Path) -> None:
     prompt = task.train_prompts[3]
     assert (prompt.text, prompt.answer) == ("<user>*user question:*\nWhat is 3 + 3?<assistant>", "6")
     assert recipe.rollout.environment is not None
-    conversations = Conversations(recipe.rollout.environment, tokenizer)
-    sequence = solution_sequence(task, tokenizer, prompt, conversations)
+    conversations = EnvironmentTurns(recipe.rollout.environment, tokenizer)
+    sequence = solution_sequence(task, conversations, prompt)
     assert tokenizer.decode(sequence.token_ids[sequence.targets]) == (
         "I run code.\n<code>\n```python\nprint(3 + 3)\n```\n</code>"
         "\nThat is it.\n<answer>\n\\boxed{6}\n</answer><|endoftext|>"

@@ -5,15 +5,15 @@ Every public function here is a value of `algorithm.advantage`, of one of two ki
 *Sequence-level*, `(rewards: Tensor) -> Tensor`, both [G, S]: G groups (draws of a prompt) of S samples each, one reward
 and one advantage a sample.
 
-*Token-level*, marked `@token_level` (`@token_level(needs_critic=True)` where the values are used, so that the recipe
-must have a critic):
+*Token-level*, marked `@token_level` (`@token_level(needs_values=True)` where the values are used, so that the recipe
+must have a value model):
 
     (token_rewards, values, mask, *, group_index, gamma, lam) -> advantages
 
 with `token_rewards`, `values`, `mask` (bool) and the result [B, L]: B responses, L tokens in the longest, shorter ones
-padded on the right, where the mask is false and the result is zero. `values` are the critic's, zeros without one;
-`group_index` [B] int64 says which responses are of one draw of a prompt. All is computed in float64. The critic's
-targets are advantages + values, so a token-level function that needs a critic must not rescale what it returns.
+padded on the right, where the mask is false and the result is zero. `values` are the value model's, zeros without one;
+`group_index` [B] int64 says which responses are of one draw of a prompt. All is computed in float64. The value
+model's targets are advantages + values, so a token-level function that needs values must not rescale what it returns.
 
 Both kinds get `reward_terms`, `reward_weights`, `correct`, `lengths`, `prompt_ids` and `step` where they declare them
 (docs/extending.md), and `algorithm.advantage_options`.
@@ -35,19 +35,19 @@ WHITEN_EPSILON = 1e-8
 @overload
 def token_level(function: AdvantageFunction) -> AdvantageFunction: ...
 @overload
-def token_level(*, needs_critic: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]: ...
+def token_level(*, needs_values: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]: ...
 def token_level(
-    function: AdvantageFunction | None = None, *, needs_critic: bool = False
+    function: AdvantageFunction | None = None, *, needs_values: bool = False
 ) -> AdvantageFunction | Callable[[AdvantageFunction], AdvantageFunction]:
-    """Mark an advantage function as token-level: `@token_level` or `@token_level(needs_critic=True)`.
+    """Mark an advantage function as token-level: `@token_level` or `@token_level(needs_values=True)`.
 
     Returns:
-        The same function, with the attributes `token_level` (True) and `needs_critic`.
+        The same function, with the attributes `token_level` (True) and `needs_values`.
     """
 
     def mark(marked: AdvantageFunction) -> AdvantageFunction:
         marked.token_level = True  # type: ignore[attr-defined]
-        marked.needs_critic = needs_critic  # type: ignore[attr-defined]
+        marked.needs_values = needs_values  # type: ignore[attr-defined]
         return marked
 
     return mark if function is None else mark(function)
@@ -58,9 +58,9 @@ def is_token_level(function: AdvantageFunction) -> bool:
     return bool(getattr(function, "token_level", False))
 
 
-def needs_critic(function: AdvantageFunction) -> bool:
-    """Whether an advantage function bears the mark `@token_level(needs_critic=True)`."""
-    return bool(getattr(function, "needs_critic", False))
+def needs_values(function: AdvantageFunction) -> bool:
+    """Whether an advantage function bears the mark `@token_level(needs_values=True)`."""
+    return bool(getattr(function, "needs_values", False))
 
 
 def group_relative(rewards: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return _zero_if_uniform(rewards, exact - others)
 
 
-@token_level(needs_critic=True)
+@token_level(needs_values=True)
 def gae(
     token_rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float
 ) -> Tensor:
@@ -127,11 +127,11 @@ def gae(
 
     The value after the last response token is 0, also where the response was cut at the length limit: being cut ends
     the episode, with the reward that the graders gave. verl and OpenRLHF do the same; the alternative, to bootstrap
-    from the critic's value of the state after the cut (arXiv 1712.00378), treats the limit as no part of the task.
+    from the value of the state after the cut (arXiv 1712.00378), treats the limit as no part of the task.
 
     Args:
         token_rewards: [B, L].
-        values: the critic's value of the state in which each token was chosen, [B, L].
+        values: the value of the state in which each token was chosen, [B, L].
         mask: [B, L] bool, true for the response's tokens, which come first in each row.
         group_index: [B], not used.
         gamma: discount.

@@ -13,12 +13,12 @@ number is the reduction's part. Each metric is a number a token, [R], without gr
 all tokens of the step under its name, that of a function of your own as `loss/<name>`. A micro-batch without it counts
 as zeros.
 
-*Value losses* are those whose first argument is `values`: the values of `critic.value_loss`, of signature
+*Value losses* are those whose first argument is `values`: what the option `value_loss` may name, of signature
 
     (values, old_values, returns, sequence_index, *, value_clip) -> (token_loss, metrics)
 
-with tensors [R], the response tokens of a micro-batch: `values` by the critic being trained (with gradient),
-`old_values` by the critic before the update, `returns` the targets (advantages + old values). Each metric is a number a
+with tensors [R], the response tokens of a micro-batch: `values` by the model being trained (with gradient),
+`old_values` by the same before the update, `returns` the targets (advantages + old values). Each metric is a number a
 token, [R], without gradient, under the same names for every micro-batch: the trainer logs its mean over all tokens of
 the step.
 """

@@ -19,14 +19,14 @@ from srtrl.model.noise import make_rng_key
 from srtrl.recipe.file import RecipeError, read_source, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
-from srtrl.types import Completion, Request, SamplingParams, SegmentKind
+from srtrl.types import Completion, Request, Response, SamplingParams, SegmentKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = npt.NDArray[np.int32]
 Extensions = tuple[tuple[int, int], ...]
-"""Start and stop of each part of a sample that was not sampled, as in `Completion`; a turn ends before each."""
+"""Start and stop of each part of a sample that was not sampled, as in `Response`; a turn ends before each."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -85,14 +85,14 @@ def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt]) -> Non
 
 def recorded_completion(request: Request, sample: RecordedSample) -> Completion:
     """A recorded sample as a completion of the engine; log-probs were not recorded, and no drafter needs them."""
-    return Completion(
-        request=request,
-        token_ids=sample.tokens.tolist(),
-        rollout_logprobs=[0.0] * len(sample.tokens),
+    response = Response(
+        token_ids=sample.tokens,
+        rollout_logprobs=np.zeros(len(sample.tokens), np.float32),
+        policy_versions=np.zeros(len(sample.tokens), np.int32),
         finish_reason="stop",
-        policy_version=0,
         extensions=sample.extensions,
     )
+    return Completion(request=request, response=response)
 
 
 def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Recording:

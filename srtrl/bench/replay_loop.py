@@ -76,11 +76,13 @@ class LiveSample:
     """Its extensions are read between two turns: neither drafted nor decoded."""
     slot: int
     num_committed: int = 0
+    turn: int = 0
+    """Number of the current turn, from 0."""
 
     @property
     def turn_end(self) -> int:
         """The end of the current turn."""
-        starts = [start for start, _ in self.sample.extensions[self.request.turn :]]
+        starts = [start for start, _ in self.sample.extensions[self.turn :]]
         return starts[0] if starts else len(self.sample.tokens)
 
     @property
@@ -156,7 +158,7 @@ class Replay:
         slots = np.array([one.slot for one in live])
         max_nodes = np.full(len(live), self._draft_budget)
         with self._clock("draft_seconds"):
-            trees = self._drafter.propose(slots, max_nodes)
+            trees = self._drafter.propose(slots, max_nodes, 0.0)
         check_trees(trees, max_nodes, MAX_VOCAB_SIZE, str(self._drafter))
         num_emitted = []
         for tree, one in zip(trees, live, strict=True):
@@ -188,17 +190,15 @@ class Replay:
         with self._clock("insert_seconds"):
             self._drafter.observe(np.array([one.slot for one in samples]), np.concatenate(tokens), offsets)
         self.counts.num_observed_tokens += sum(num_tokens)
-        ended = [
-            one
-            for one in samples
-            if one.num_committed == one.turn_end and one.request.turn < len(one.sample.extensions)
-        ]
+        ended = [one for one in samples if one.num_committed == one.turn_end and one.turn < len(one.sample.extensions)]
         if ended:
             with self._clock("insert_seconds"):
                 self._drafter.finish([one.slot for one in ended], [None] * len(ended))
-            parts = [one.sample.extensions[one.request.turn] for one in ended]
-            for one, (start, _) in zip(ended, parts, strict=True):
-                one.request = replace(one.request, turn=one.request.turn + 1, text_start=start)
+            parts = [one.sample.extensions[one.turn] for one in ended]
+            for one, (_, stop) in zip(ended, parts, strict=True):
+                one.turn += 1
+                prefix = recorded_completion(one.request, one.sample).response.cut(stop)
+                one.request = replace(one.request, prefix=prefix)
             self._begin_turns(ended, [stop - start for start, stop in parts])
 
     def _finish_done(self, samples: Sequence[LiveSample]) -> list[LiveSample]:
@@ -207,8 +207,10 @@ class Replay:
         if done:
             completions = [recorded_completion(one.request, one.sample) for one in done]
             with self._clock("insert_seconds"):
-                self._drafter.finish([one.slot for one in done], [None if c.extensions else c for c in completions])
-                if turns := [one for one in completions if one.extensions]:  # as `Engine.end`
+                self._drafter.finish(
+                    [one.slot for one in done], [None if c.response.extensions else c for c in completions]
+                )
+                if turns := [one for one in completions if one.response.extensions]:  # as `Engine.end`
                     self._drafter.learn(turns)
         return [one for one in samples if one.num_committed < len(one.sample.tokens)]
 

@@ -82,8 +82,8 @@ class RunAheadTexts:
         """Remember the tokens of a run-ahead; forget the text that a completed sample followed."""
         rng_key = completion.request.rng_key
         if completion.request.is_run_ahead:
-            self._num_made += len(completion.token_ids)
-            self._texts[1].setdefault(key, {})[rng_key] = np.array(completion.token_ids, np.int32)
+            self._num_made += len(completion.response.token_ids)
+            self._texts[1].setdefault(key, {})[rng_key] = completion.response.token_ids
         else:
             for made in self._texts:
                 made.get(key, {}).pop(rng_key, None)

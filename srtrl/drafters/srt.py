@@ -109,9 +109,9 @@ class Drafter(DrafterBase):
         self._is_drafted[slots] = False
         self._free_idle(self._max_bytes)
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft along the run-ahead that a slot follows, else from its prompt's trie."""
-        min_score = max(self.options.min_score, self.min_score)
+        min_score = max(self.options.min_score, min_score)
         followers = self._run_aheads.followers(slots)
         room = max_nodes
         if len(followers):
@@ -147,7 +147,7 @@ class Drafter(DrafterBase):
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts."""
         for completion in completions:
-            text, starts = np.array(completion.token_ids, np.int32), [start for start, _ in completion.extensions]
+            text, starts = completion.response.token_ids, [start for start, _ in completion.response.extensions]
             text = np.insert(text, starts, START_TOKEN) if starts else text
             purpose, prompt = key_of(completion.request)
             self.cache(purpose).add(prompt, text)

@@ -54,7 +54,7 @@ class Drafter(DrafterBase):
         self._own.start(slots, [TokenTrie() for _ in requests], inserts=True)
         self._own.extend(slots, *end_to_end([(START_TOKEN, *request.prompt_token_ids) for request in requests]))
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft after each suffix of both matches, and take for each slot the draft with the largest sum of scores."""
         drafts = [
             (row, room, cursor, trie)
@@ -87,7 +87,7 @@ class Drafter(DrafterBase):
         """Responses enter the global trie at once."""
         for completion in completions:
             trie = self._trie_of(completion.request)
-            text, starts = np.array(completion.token_ids, np.int32), [start for start, _ in completion.extensions]
+            text, starts = completion.response.token_ids, [start for start, _ in completion.response.extensions]
             trie.insert(np.insert(text, starts, START_TOKEN) if starts else text)
             self._shared.refresh(trie)
 

@@ -84,9 +84,7 @@ def _what_is_left(free: int, reserved: int) -> str:
     taken = f", and the update's gradients will take {reserved / GIB:.1f}" if reserved else ""
     return (
         f"{free / GIB:.1f} GiB of the device are free{taken}. `srtrl show-config RECIPE --check` shows what takes its "
-        "memory, and what would lower it: model.lora (optimizer and gradients), model.lora.base=host or "
-        "algorithm.kl.coefficient=0 (the reference), model.gradient_checkpointing=true and a lower "
-        "train.micro_batch_tokens (activations)"
+        "memory, and what would lower it"
     )
 
 

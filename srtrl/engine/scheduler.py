@@ -12,7 +12,6 @@ ones, so the engine cannot get stuck. Run-aheads get what is left after all this
 for step, with and without them. Nothing here looks at a clock: the same requests give the same steps.
 """
 
-from dataclasses import replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -90,9 +89,6 @@ class Scheduler:
         if (prefix := request.prefix) is not None:
             sample.token_ids, sample.logprobs = prefix.token_ids, prefix.rollout_logprobs
             sample.extensions = list(prefix.extensions)
-            if prefix.extensions:
-                text_start = prefix.extensions[-1][0]
-                sample.request = replace(request, turn=len(prefix.extensions), text_start=text_start)
         self._queue(sample, request.admission_key(expected_tokens or 0.0))
 
     def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
@@ -170,7 +166,6 @@ class Scheduler:
         sample.extensions.append((start, start + len(token_ids)))
         sample.token_ids = np.concatenate([sample.token_ids, token_ids])
         sample.logprobs = np.concatenate([sample.logprobs, np.zeros(len(token_ids), np.float32)])
-        sample.request = replace(sample.request, turn=sample.request.turn + 1, text_start=start)
         self._queue(sample, (-1, sample.admission, 0))
 
     def end(self, rng_key: int) -> None:

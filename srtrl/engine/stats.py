@@ -70,10 +70,6 @@ class EngineStats:
     num_draft_nodes: int = 0
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
-    num_head_steps: int = 0
-    """Steps in which the draft head ran."""
-    head_accepted: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1 + MAX_DEPTH, np.int64))
-    """[1 + MAX_DEPTH], the draft head's guesses, and those that have the next 1, 2, ... tokens."""
     num_run_ahead_rows: int = 0
     num_draws: int = 0
     """Draws whose first sample was added."""
@@ -141,11 +137,6 @@ class EngineStats:
         }
         for depth, num_drafts in enumerate(self.accepted_by_depth.tolist(), 1):
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts
-        if self.num_head_steps:
-            metrics["engine/head_steps_share"] = self.num_head_steps / self.num_steps
-            num_guesses, *counts = self.head_accepted.tolist()
-            for depth, count in enumerate(counts, 1):
-                metrics[f"engine/head_acceptance_depth_{depth}"] = count / max(num_guesses, 1)
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)

@@ -21,7 +21,7 @@ UNKNOWN = "<|unknown|>"
 """The text of a token that the tokenizer does not have. It has no digit, which could be read as an answer."""
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
+def decode(tokenizer: Any, token_ids: Sequence[int] | npt.NDArray[np.int32], **options: Any) -> str:
     """The text of tokens, with `UNKNOWN` for each that the tokenizer does not have: models often have some more.
 
     Args:
@@ -29,7 +29,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
         token_ids: Tokens of the model.
         options: Of the tokenizer's `decode`.
     """
-    ids, different = list(token_ids), list(set(token_ids))
+    ids = np.asarray(token_ids).tolist()
+    different = list(set(ids))
     tokens = dict(zip(different, tokenizer.convert_ids_to_tokens(different), strict=True))
     text, start = "", 0
     for index, token_id in enumerate(ids):
@@ -69,7 +70,7 @@ class StopFinder:
         assert self.tokenizer is not None
         if not self._last_tokens[stop_strings][token_ids[-1]]:  # most tokens: no text is made
             return False
-        text = decode(self.tokenizer, token_ids[-num_tail_tokens(stop_strings) :].tolist())
+        text = decode(self.tokenizer, token_ids[-num_tail_tokens(stop_strings) :])
         return any(stop in text for stop in stop_strings)
 
     def _find_last_tokens(self, stop_strings: tuple[str, ...]) -> npt.NDArray[np.bool_]:

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from srtrl.environments.base import Step
 from srtrl.types import Completion
@@ -49,12 +50,12 @@ class Record:
 
     def find(self, completion: Completion) -> Step | None:
         """The answer to the same turn after the same tokens."""
-        return self._known.get(digest_of(completion.token_ids, key_of(completion)))
+        return self._known.get(digest_of(completion.response.token_ids, key_of(completion)))
 
     def write(self, completion: Completion, step: Step) -> None:
         """Write an answer."""
         if self._file is not None:
-            row = {"key": digest_of(completion.token_ids, key_of(completion)), "step": asdict(step)}
+            row = {"key": digest_of(completion.response.token_ids, key_of(completion)), "step": asdict(step)}
             self._file.write(json.dumps(row | {"crc32": checksum(row)}).encode() + b"\n")
 
     def delete(self) -> None:
@@ -81,8 +82,8 @@ def key_of(completion: Completion) -> tuple[str, int, int]:
     return request.purpose, request.draw_index, request.sample_index
 
 
-def digest_of(token_ids: Sequence[int], key: tuple[str, int, int] | None = None) -> str:
+def digest_of(token_ids: npt.NDArray[np.int32], key: tuple[str, int, int] | None = None) -> str:
     """A hash of all tokens of a response up to a turn's end, and of the sample's key."""
     digest = hashlib.sha256(repr(key).encode())
-    digest.update(np.array(token_ids, np.int32).tobytes())
+    digest.update(token_ids.tobytes())
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The samples of a rollout between their turns: what `conversations.py` keeps of each."""
+"""The samples of a rollout between their turns: what `turns.py` keeps of each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from srtrl.environments.base import EnvironmentBase, Step, Turn
-from srtrl.types import Completion, Conversation, Prompt, SegmentKind
-
-Segments = list[tuple[SegmentKind, list[int]]]
-"""Kinds of segments and their token ids, in order."""
+from srtrl.types import Completion, Prompt, SegmentKind
 
 
 @dataclass(slots=True)
@@ -29,7 +26,7 @@ class OpenSample:
     unseen: list[tuple[Turn, Step]] = field(default_factory=list)
     """Turns that were answered without the environment, from what it once answered: it sees them before the next."""
     answers: dict[str, str] = field(default_factory=dict)
-    """See `Conversation`."""
+    """See `Response`."""
 
 
 @dataclass(slots=True)
@@ -46,14 +43,3 @@ class PendingTurn:
     """When the environment began, `time.monotonic`."""
     seconds: float | None = None
     """The environment's time."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Answer:
-    """The continuation of a sample after a turn, or its end."""
-
-    completion: Completion
-    extension: list[int]
-    """Tokens for `Engine.extend`; none where the sample has ended."""
-    conversation: Conversation | None
-    """The turns of a sample that has ended."""

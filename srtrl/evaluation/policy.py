@@ -5,7 +5,6 @@ maj@N is whether the answer that most of a problem's samples give is right (Wang
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections import Counter
@@ -99,24 +98,24 @@ def run_evals(
     tokenizer = build.build_tokenizer(base)
     loaded = []
     for name, recipe in recipes.items():
-        conversations = build.build_conversations(recipe, tokenizer)
-        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
-        loaded.append((name, recipe, conversations, task, held_out_prompts(task, recipe)))
+        turns = build.build_turns(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=turns.tools)
+        loaded.append((name, recipe, turns, task, held_out_prompts(task, recipe)))
     policy = build.build_policy(base, model, build.choose_device(base))
     num_samples = max(len(prompts) * recipe.eval.num_samples for _, recipe, _, _, prompts in loaded)
     engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up()
     end_ids = build.response_end_ids(model, tokenizer)
-    for name, recipe, conversations, task, prompts in loaded:
+    for name, recipe, turns, task, prompts in loaded:
         grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
-        with grader, conversations or contextlib.nullcontext():
+        with grader, turns:
             context = RolloutContext(
                 recipe=recipe,
                 engine=engine,
                 grader=grader,
                 tokenizer=tokenizer,
                 end_ids=end_ids,
-                conversations=conversations,
+                turns=turns,
                 share=build.choose_share(),
             )
             groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))

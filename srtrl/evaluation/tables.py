@@ -163,8 +163,8 @@ def _row(outcome: EvalOutcome, rollout: Rollout) -> Mapping[str, Any]:
         "reward": rollout.grade.reward,
         "outcome": rollout.grade.outcome,
         "detail": rollout.grade.detail,
-        "num_tokens": len(rollout.token_ids),
-        "finish_reason": rollout.finish_reason,
+        "num_tokens": len(rollout.response.token_ids),
+        "finish_reason": rollout.response.finish_reason,
     }
     if (turns := rollout.conversation) is not None:
         segments = zip(turns.segments, turns.texts, strict=True)

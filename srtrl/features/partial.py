@@ -17,14 +17,14 @@ on after the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from srtrl import ranks
-from srtrl.features.rounds import RoundsSampler, prefix_of, truncated
+from srtrl.features.rounds import RoundsSampler, truncated, with_own_answers
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.trainer.sampling import Collected
-from srtrl.types import Completion, Conversation, Prefix, Prompt, Request, Rollout, RolloutGroup, SampleKey
+from srtrl.types import Completion, Prompt, Request, Response, Rollout, RolloutGroup, SampleKey
 
 if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
@@ -91,10 +91,10 @@ class PartialDraws(FixedDraws):
         assert 1 <= num_complete <= len(draws)
         self.num_complete = num_complete
         self.due = set(due)
-        self.carried: dict[SampleKey, Prefix] = {}
+        self.carried: dict[SampleKey, Response] = {}
         """After the rollout: all samples of the draws that are not complete, finished ones too; on all ranks."""
-        self._completions: dict[SampleKey, tuple[Completion, Mapping[str, str]]] = {}
-        """Of this rank, the interrupted ones too, and what their environments have answered."""
+        self._completions: dict[SampleKey, Completion] = {}
+        """Of this rank, the interrupted ones too."""
         self._ticks: dict[int, dict[int, int]] = {draw_index: {} for draw_index, _ in self.draws}
         """By draw and sample, of all ranks: new tokens of those that are finished."""
         self._num_read = 0
@@ -106,7 +106,7 @@ class PartialDraws(FixedDraws):
         self._read_ticks(collector, collector.share.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
-                self._completions[data_order(completion.request)] = completion, collector.give_up(completion)
+                self._completions[data_order(completion.request)] = collector.turns.give_up(completion)
                 collector.share.add("finished")
         yield from super().requests(engine, collector)
 
@@ -116,21 +116,22 @@ class PartialDraws(FixedDraws):
         last = self._last_tick
         assert last is not None, "the rollout has not ended"
         complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
-        carried: dict[SampleKey, Prefix] = {}
+        carried: dict[SampleKey, Response] = {}
         for draw, sample in sorted(self._completions):
             if draw not in complete:
-                completion, answers = self._completions[draw, sample]
-                is_finished, new = self._ticks[draw].get(sample, last + 1) <= last, completion.newly_sampled
-                reason, stop = (completion.finish_reason, None) if is_finished else (None, [*new, None][last])
-                carried[draw, sample] = prefix_of(completion, reason, stop, answers)
+                completion = self._completions[draw, sample]
+                response = completion.response
+                if self._ticks[draw].get(sample, last + 1) > last:
+                    response = response.cut([*completion.newly_sampled, len(response.token_ids)][last])
+                carried[draw, sample] = with_own_answers(response)
         for part in ranks.gather(carried, "the samples that are carried over"):
             self.carried |= part
         return collector.take(complete)
 
-    def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
+    def ended(self, collector: Collector, completion: Completion) -> None:
         """See `Draws`: lets all ranks know the sample's tick."""
         key = data_order(completion.request)
-        self._completions[key] = completion, conversation.answers if conversation else {}
+        self._completions[key] = completion
         number = collector.share.add("ended")
         tick = len(completion.newly_sampled)
         place = (key[0] - self.draws[0][0]) * collector.num_samples + key[1]

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -21,22 +20,12 @@ from srtrl.rollout.collect import Collector
 from srtrl.tasks.base import TaskBase
 from srtrl.trainer.credit import groups_to_learn_from
 from srtrl.trainer.sampling import Collected, RolloutContext, Sampler
-from srtrl.types import (
-    Completion,
-    FinishReason,
-    Prefix,
-    Prompt,
-    Request,
-    Rollout,
-    RolloutGroup,
-    SampleKey,
-    TrainSequence,
-)
+from srtrl.types import FinishReason, Prompt, Request, Response, RolloutGroup, SampleKey, TrainSequence
 
 FILE = "earlier_samples.safetensors"
 """Of a checkpoint, where there are any."""
 PER_TOKEN = ("token_ids", "rollout_logprobs", "policy_versions")
-"""Fields of a prefix with a number for each token."""
+"""Fields of a response with a number for each token."""
 REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 """Finish reasons, as they are numbered in the file."""
 
@@ -47,7 +36,7 @@ class RoundsSampler(Sampler):
     def __init__(self, context: RolloutContext, task: TaskBase) -> None:
         """See `Sampler`."""
         super().__init__(context, task)
-        self.earlier: dict[SampleKey, Prefix] = {}
+        self.earlier: dict[SampleKey, Response] = {}
         """Samples that later steps go on from, or begin with, by the key of the mode."""
 
     def going_on(self) -> list[int]:
@@ -98,7 +87,7 @@ class RoundsSampler(Sampler):
         self.earlier = load_earlier(folder)
 
 
-def save_earlier(folder: Path, earlier: Mapping[SampleKey, Prefix]) -> None:
+def save_earlier(folder: Path, earlier: Mapping[SampleKey, Response]) -> None:
     """Write samples of earlier steps; nothing where there are none."""
     if not earlier:
         return
@@ -113,7 +102,7 @@ def save_earlier(folder: Path, earlier: Mapping[SampleKey, Prefix]) -> None:
     write_atomic(folder / FILE, to_safetensors(arrays))
 
 
-def load_earlier(folder: Path) -> dict[SampleKey, Prefix]:
+def load_earlier(folder: Path) -> dict[SampleKey, Response]:
     """Read what `save_earlier` has written (a resume has compared the file with its checksum)."""
     if not (folder / FILE).is_file():
         return {}
@@ -123,7 +112,7 @@ def load_earlier(folder: Path) -> dict[SampleKey, Prefix]:
     reasons = [REASONS[number] for number in arrays["finish_reasons"].tolist()]
     turns = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else [((), {})] * len(reasons)
     return {
-        (first, second): Prefix(
+        (first, second): Response(
             **dict(zip(PER_TOKEN, part, strict=True)),
             finish_reason=reason,
             extensions=tuple((start, stop) for start, stop in extensions),
@@ -135,54 +124,29 @@ def load_earlier(folder: Path) -> dict[SampleKey, Prefix]:
     }
 
 
-def prefix_of(
-    sample: Completion | Rollout,
-    finish_reason: FinishReason | None,
-    length: int | None = None,
-    answers: Mapping[str, str] = MappingProxyType({}),
-) -> Prefix:
-    """The first `length` tokens of a response, or all of it.
-
-    Of `answers`, those of the sample's environment, it has the answers to turns that end in these tokens: a sample may
-    be ahead of the clock, and how far is a matter of time.
-    """
-    token_ids = np.array(sample.token_ids[:length], np.int32)
-    extensions = tuple(part for part in sample.extensions if length is None or part[1] <= length)
-    ends = [*(start for start, _ in extensions), len(token_ids)] if answers else []
-    own = [digest_of(token_ids[:end].tolist()) for end in ends]
-    return Prefix(
-        token_ids=token_ids,
-        rollout_logprobs=np.array(sample.rollout_logprobs[:length], np.float32),
-        policy_versions=sample.policy_versions[:length],
-        finish_reason=finish_reason,
-        extensions=extensions,
-        answers={digest: answers[digest] for digest in own if digest in answers},
-    )
+def with_own_answers(response: Response) -> Response:
+    """The response with the answers to turns that end in it: what was cut off depends on time."""
+    if not response.answers:
+        return response
+    ends = [*(start for start, _ in response.extensions), len(response.token_ids)]
+    own = [digest_of(response.token_ids[:end]) for end in ends]
+    answers = {digest: response.answers[digest] for digest in own if digest in response.answers}
+    return replace(response, answers=answers)
 
 
-def whole_prefix(rollout: Rollout) -> Prefix:
-    """A response that has ended, with the finish reason that the decoder gave it and the answers to its own turns."""
-    if (conversation := rollout.conversation) is None:
-        return prefix_of(rollout, rollout.finish_reason)
-    reason: FinishReason = "stop" if conversation.stop_reason == "observation" else rollout.finish_reason
-    return prefix_of(rollout, reason, answers=conversation.answers)
-
-
-def truncated(prefix: Prefix, length: int, max_tokens: int) -> Prefix:
+def truncated(prefix: Response, length: int, max_tokens: int) -> Response:
     """The first `length` tokens, but no more than `max_tokens`, with which a response is whole.
 
     An observation up to or beyond `max_tokens` does not fit: the response ends with the turn before it.
     """
-    stop = min(length, max_tokens)
-    finish_reason = prefix.finish_reason if stop == len(prefix.token_ids) else None
+    stop, finish_reason = min(length, max_tokens), None
     if stop == max_tokens:
-        finish_reason = finish_reason or "length"
+        finish_reason = prefix.cut(stop).finish_reason or "length"
         for first, last in prefix.extensions:
             if first <= max_tokens <= last:
                 stop, finish_reason = first, "stop"
-    per_token = {name: getattr(prefix, name)[:stop] for name in PER_TOKEN}
-    extensions = tuple(part for part in prefix.extensions if part[1] <= stop)
-    return replace(prefix, **per_token, extensions=extensions, finish_reason=finish_reason)
+    part = prefix.cut(stop)
+    return part if finish_reason is None else replace(part, finish_reason=finish_reason)
 
 
 def off_policy_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

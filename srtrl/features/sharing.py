@@ -181,18 +181,7 @@ class RankShare(Share):
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
-        completions = [
-            Completion(
-                request=requests[data_order(rollout)],
-                token_ids=rollout.token_ids.tolist(),
-                rollout_logprobs=rollout.rollout_logprobs.tolist(),
-                finish_reason=rollout.finish_reason,
-                policy_version=rollout.policy_version,
-                extensions=rollout.extensions,
-            )
-            for rollout in others
-        ]
-        engine.drafter.learn(completions)
+        engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
         for _, texts in shared:
             engine.drafter.learn_run_aheads(texts)
         return others

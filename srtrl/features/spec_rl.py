@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from srtrl.engine.sampling import uniform_noise
-from srtrl.features.rounds import RoundsSampler, truncated, whole_prefix
+from srtrl.features.rounds import RoundsSampler, truncated, with_own_answers
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.passes import UpdateContext, fill
 from srtrl.trainer.sampling import Collected
-from srtrl.types import Prefix, Prompt, Request, Rollout, RolloutGroup, SampleKey, TrainSequence
+from srtrl.types import Prompt, Request, Response, Rollout, RolloutGroup, SampleKey, TrainSequence
 
 ACCEPTANCE = 0x5D2C_A8B1_93E6_470F
 """Flipped in an RNG key: the numbers that decide on acceptance are not the noise that samples tokens."""
@@ -40,7 +41,7 @@ class SpecRlSampler(RoundsSampler):
         self._num_offered += sum(len(prefix.sampled) for prefix in offered)
         self._num_accepted += sum(len(prefix.sampled) for prefix in collector.prefixes.values())
         found = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
-        self.earlier |= {self._key(r): whole_prefix(r) for group in found for r in group.rollouts}
+        self.earlier |= {self._key(r): as_decoded(r) for group in found for r in group.rollouts}
         return found
 
     def collect(self, step: int, collector: Collector) -> Collected:
@@ -55,9 +56,17 @@ class SpecRlSampler(RoundsSampler):
         return self.order.prompt_of(sample.draw_index), sample.sample_index
 
 
+def as_decoded(rollout: Rollout) -> Response:
+    """A response that has ended, with the finish reason that the decoder gave it and the answers to its own turns."""
+    response = with_own_answers(rollout.response)
+    if rollout.conversation is None or rollout.conversation.stop_reason != "observation":
+        return response
+    return replace(response, finish_reason="stop")
+
+
 def accept_prefixes(
-    requests: Sequence[Request], offered: Sequence[Prefix], policy: Transformer, context: UpdateContext
-) -> dict[SampleKey, Prefix]:
+    requests: Sequence[Request], offered: Sequence[Response], policy: Transformer, context: UpdateContext
+) -> dict[SampleKey, Response]:
     """The part of an earlier response with which each new sample begins: SPEC-RL's rule (arXiv 2509.23232).
 
     Token by token, each is accepted with probability min(1, lenience x p_new / p_old), up to the first that is not.
@@ -80,7 +89,7 @@ def accept_prefixes(
         )
         for request, prefix in zip(requests, offered, strict=True)
     ]
-    accepted: dict[SampleKey, Prefix] = {}
+    accepted: dict[SampleKey, Response] = {}
     column = logprobs_column("acceptance", "old_logprobs", policy, context.recipe.rollout.temperature)
     computed = fill(column, sequences, context) if sequences else []
     for request, prefix, sequence in zip(requests, offered, computed, strict=True):

@@ -14,25 +14,31 @@ from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from srtrl import ranks
-from srtrl.engine.stopping import cut_at_stop_string, decode
-from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.model.noise import make_rng_key
 from srtrl.rollout.share import Share
-from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
+from srtrl.rollout.turns import Answer, Turns
+from srtrl.types import (
+    Completion,
+    Conversation,
+    Prompt,
+    Purpose,
+    Request,
+    Response,
+    Rollout,
+    RolloutGroup,
+    SampleKey,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from srtrl.engine.engine import Engine
     from srtrl.tasks.grading import Grader, GradeTicket
-    from srtrl.types import Prefix, SampleKey
 
-
-OnEnd = Callable[[Completion, Conversation | None], None]
+POLL_SECONDS = 0.05
+"""Longest wait for environments, which have time limits."""
+OnEnd = Callable[[Completion], None]
 """Called when a sample of this rank has ended, before it counts as finished. The finish reason is the decoder's."""
 OnProgress = Callable[[int, int], None]
 """Called after each completion with the number of completions so far and of those that are requested; with dynamic
@@ -45,7 +51,7 @@ class Draws(ABC):
     undecided: Sequence[int] = ()
     """Open draws whose grades decide what else is decoded."""
 
-    def ended(self, collector: Collector, completion: Completion, conversation: Conversation | None) -> None:
+    def ended(self, collector: Collector, completion: Completion) -> None:
         """See `OnEnd`."""
         return
 
@@ -82,13 +88,13 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     share, collector.on_end = collector.share, partial(draws.ended, collector)
     with collector.timer.stage("rollout"), share.rollout(), engine.rollout(collector.purpose):
         while True:
-            collector.take_answers(engine)
             for request in draws.requests(engine, collector):
                 engine.add(request)
             is_busy = engine.has_work
             if not is_busy:
-                if draws.undecided or collector.num_pending:
+                if draws.undecided or collector.turns.futures():
                     collector.wait(draws.undecided)
+                    collector.take_answers(engine)
                     continue
                 if draws.are_over(collector) or not share.wait_for_others(sleeps=not engine.has_run_aheads):
                     break
@@ -97,6 +103,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
             started = time.monotonic()
             for completion in engine.step():
                 collector.receive(completion)
+            collector.take_answers(engine)
             if is_busy:
                 share.report_progress(time.monotonic() - started)
     with collector.timer.stage("grading"):
@@ -127,9 +134,11 @@ class FixedDraws(Draws):
             requests = [request for request in opened if not request.is_whole]
             whole = [request for request in opened if request.is_whole]
             for request in whole[ranks.index() :: ranks.count()]:
-                completion = whole_completion(request, engine.policy_version)
+                assert request.prefix is not None
+                completion = Completion(request=request, response=request.prefix)
                 engine.drafter.learn([completion])
                 collector.receive(completion)
+            collector.take_answers(engine)
             yield from collector.share.deal(engine, requests)
             yield from collector.share.run_aheads(self.run_ahead)
         yield from collector.share.claim(engine.num_free_slots)
@@ -155,8 +164,8 @@ class Collector:
 
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
-    tokenizer: PreTrainedTokenizerBase
-    """Turns response tokens into the text that is graded."""
+    turns: Turns
+    """Whether and how a sample goes on where the decoder gives it back."""
     _: KW_ONLY
     num_samples: int
     """Samples of each draw."""
@@ -166,16 +175,16 @@ class Collector:
     """The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key."""
     purpose: Purpose
     """`train` or `eval`: they never share noise."""
-    conversations: Conversations | None = None
-    """The environments of samples with several turns."""
+    policy_version: int
+    """Number of policy updates before the rollout."""
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
     share: Share = field(default_factory=Share)
     """What this process takes of the rollout; its counter `finished` counts samples."""
-    prefixes: Mapping[SampleKey, Prefix] = field(default_factory=dict)
+    prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
-    on_end: OnEnd = field(default=lambda *_: None, init=False)
+    on_end: OnEnd = field(default=lambda _: None, init=False)
     """Of the draws that are collected."""
     num_total: int = field(default=0, init=False)
     """Samples that are requested, as far as this rank knows."""
@@ -193,7 +202,7 @@ class Collector:
                 sampling=self.sampling,
                 purpose=self.purpose,
                 prefix=self.prefixes.get((draw_index, sample_index)),
-                has_turns=self.conversations is not None,
+                has_turns=self.turns.has_turns,
             )
             for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
             for sample_index in range(self.num_samples)
@@ -218,59 +227,44 @@ class Collector:
         return self.requests([(draw_index, prompt)])
 
     def receive(self, completion: Completion) -> None:
-        """A completion of an open draw goes to the graders; a turn to its environment."""
+        """A turn of a sample of an open draw has ended."""
         assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
-        if self.conversations is None:
-            text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
-            self._grade(completion, text, None)
-        else:
-            self.conversations.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
-
-    def give_up(self, completion: Completion) -> Mapping[str, str]:
-        """A sample ends here unfinished; returns what its environment has answered."""
-        return {} if self.conversations is None else self.conversations.give_up(completion)
+        self.turns.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
     def take_answers(self, engine: Engine) -> None:
-        """Continue the samples whose environments have answered; those that end go to the graders."""
-        if self.conversations is None:
-            return
-        with self.timer.stage("tools"):
-            for answer in self.conversations.take_answers():
-                completion, conversation = answer.completion, answer.conversation
-                if conversation is None:
-                    engine.extend(completion, answer.extension)
-                    continue
-                if not completion.request.is_whole:  # else the engine never had it
-                    engine.end(completion)
-                self._grade(completion, response_text(self.tokenizer, completion.token_ids, ()), conversation)
+        """Continue the samples that environments have answered; those that have ended go to the graders."""
+        for answer in self.turns.take_answers():
+            request = answer.completion.request
+            if answer.extension:
+                engine.extend(answer.completion, answer.extension)
+                continue
+            if request.has_turns and not request.is_whole:  # else the engine has it no longer
+                engine.end(answer.completion)
+            self._grade(answer)
 
-    def _grade(self, completion: Completion, text: str, conversation: Conversation | None) -> None:
-        """A sample has ended: grade what the policy sampled of its `text`.
+    def _grade(self, answer: Answer) -> None:
+        """A sample has ended: grade what the policy sampled.
 
         Its finish reason is `length` where an observation did not fit.
         """
-        self.on_end(completion, conversation)
+        self.on_end(answer.completion)
+        request, response, conversation = answer.completion.request, answer.completion.response, answer.conversation
         if conversation is not None and conversation.stop_reason == "observation":
-            completion = replace(completion, finish_reason="length")
-        request = completion.request
+            response = replace(response, finish_reason="length")
+        assert response.finish_reason is not None
         draw = self._draws[request.draw_index]
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
         ticket = self.grader.submit(
             draw.prompt,
-            conversation.policy_text if conversation else text,
-            completion.finish_reason,
-            len(completion.token_ids) - sum(stop - start for start, stop in completion.extensions),
+            conversation.policy_text if conversation else answer.text,
+            response.finish_reason,
+            len(response.sampled),
             environment_reward=conversation.reward if conversation else 0.0,
             num_turns=conversation.num_turns if conversation else 1,
         )
-        draw.samples[request.sample_index] = _Sample(ticket, completion, text, conversation)
+        draw.samples[request.sample_index] = _Sample(ticket, response, answer.text, conversation)
         num_done = self.share.add("finished") + 1
         self.on_progress(num_done, max(num_done, self.num_total))
-
-    @property
-    def num_pending(self) -> int:
-        """Turns whose environments have not answered yet."""
-        return 0 if self.conversations is None else self.conversations.num_pending
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
@@ -282,12 +276,9 @@ class Collector:
         open_samples = chain.from_iterable(self._draws[draw_index].samples.values() for draw_index in draw_indices)
         tickets = [sample.ticket for sample in open_samples]
         self.share.report_progress()
-        if self.conversations is None or not self.conversations.num_pending:
-            with self.timer.stage("grading"):
-                self.grader.wait_any(tickets)
-        else:
-            with self.timer.stage("tools"):
-                self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
+        futures = self.turns.futures()
+        with self.timer.stage("tools" if futures else "grading"):
+            self.grader.wait_any(tickets, futures, POLL_SECONDS if futures else None)
 
     def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:
         """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.
@@ -305,15 +296,11 @@ class Collector:
                 prompt=draws[draw_index].prompt,
                 draw_index=draw_index,
                 sample_index=sample_index,
-                token_ids=np.array(sample.completion.token_ids, np.int32),
-                rollout_logprobs=np.array(sample.completion.rollout_logprobs, np.float32),
-                extensions=sample.completion.extensions,
+                response=sample.response,
                 text=sample.text,
-                finish_reason=sample.completion.finish_reason,
-                policy_version=sample.completion.policy_version,
+                policy_version=self.policy_version,
                 grade=grade,
                 conversation=sample.conversation,
-                prefix=sample.completion.request.prefix,
             )
             for ((draw_index, sample_index), sample), grade in zip(samples.items(), grades, strict=True)
         ]
@@ -333,7 +320,7 @@ class _Sample(NamedTuple):
     """A finished sample whose grade is still to come."""
 
     ticket: GradeTicket
-    completion: Completion
+    response: Response
     text: str
     conversation: Conversation | None
 
@@ -343,26 +330,6 @@ class _OpenDraw:
     prompt: Prompt
     samples: dict[int, _Sample] = field(default_factory=dict)
     """The finished ones, by sample index."""
-
-
-def whole_completion(request: Request, policy_version: int) -> Completion:
-    """The completion of a request whose prefix is a whole response."""
-    prefix = request.prefix
-    assert prefix is not None
-    assert prefix.finish_reason is not None
-    return Completion(
-        request=replace(request, turn=len(prefix.extensions)),
-        token_ids=prefix.token_ids.tolist(),
-        rollout_logprobs=prefix.rollout_logprobs.tolist(),
-        finish_reason=prefix.finish_reason,
-        policy_version=policy_version,
-        extensions=prefix.extensions,
-    )
-
-
-def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:
-    """The response as text: without special tokens, cut before the first stop string."""
-    return cut_at_stop_string(decode(tokenizer, token_ids, skip_special_tokens=True), stop_strings)
 
 
 def data_order(sample: Rollout | Request) -> SampleKey:

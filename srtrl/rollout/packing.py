@@ -44,9 +44,9 @@ class PackedBatch:
     ref_logprobs: Tensor | None
     """[R] float32; None where the sequences have none."""
     values: Tensor | None
-    """By the critic before the update, [R] float32; None where the sequences have none."""
+    """Of a value model before the update, [R] float32; None where the sequences have none."""
     returns: Tensor | None
-    """Targets of the critic, [R] float32; None where the sequences have none."""
+    """Targets of the value model, [R] float32; None where the sequences have none."""
 
 
 def pack(

@@ -311,7 +311,9 @@ def rollout_rows(
     """One row a sample, with the columns that `write_rollouts` describes."""
     rows: list[dict[str, object]] = []
     for rollout in chain.from_iterable(group.rollouts for group in groups):
+        response = rollout.response
         given: dict[str, object] = {
+            **{name: getattr(response, name) for name in ("token_ids", "rollout_logprobs", "finish_reason")},
             "step": step,
             "prompt_id": rollout.prompt.prompt_id,
             "prompt": rollout.prompt.text,
@@ -322,8 +324,8 @@ def rollout_rows(
             "outcome": rollout.grade.outcome,
             **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
-        if rollout.prefix is not None:
-            given["policy_versions"] = rollout.policy_versions
+        if (response.policy_versions != rollout.policy_version).any():
+            given["policy_versions"] = response.policy_versions
         if (conversation := rollout.conversation) is not None:
             kinds, lengths = zip(*conversation.segments, strict=True)
             given |= {

@@ -38,7 +38,7 @@ def rollout_metrics(
     by the samples.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [len(rollout.response.token_ids) for rollout in rollouts]
     outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
     grades = [rollout.grade for rollout in rollouts if rollout.grade.is_graded] or [rollouts[0].grade]
     rewards = [grade.reward for grade in grades]
@@ -55,7 +55,7 @@ def rollout_metrics(
     metrics |= {
         "length/mean": fmean(lengths),
         "length/max": max(lengths),
-        "length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "length/truncated_share": fmean(rollout.response.finish_reason == "length" for rollout in rollouts),
         "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
         "tokens/response": sum(lengths),
     }

@@ -6,11 +6,13 @@ threads end with the process.
 
 import asyncio
 import logging
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from srtrl.resolve import Caught, describe_error
@@ -32,21 +34,49 @@ def warn_once(text: str) -> None:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A thread for each call, which ends with the process even where the call hangs; also of `asyncio.to_thread`."""
+    """Calls in threads that end with the process, even where one hangs; also those of `asyncio.to_thread`."""
+
+    def __init__(self, max_threads: float = math.inf) -> None:
+        """Threads are started when needed, and end where no call waits."""
+        super().__init__()
+        self._lock = threading.Lock()
+        self._num_left = max_threads
+        """Threads that may be started."""
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Call a function in a thread of its own."""
+        """Call a function in a thread, as soon as one is free."""
         result: Future[Any] = Future()
-        result.set_running_or_notify_cancel()
+        with self._lock:
+            self._waiting.append((result, partial(function, *args, **kwargs)))
+            if self._num_left:
+                self._num_left -= 1
+                start_thread(self._work)
+        return result
 
-        def run() -> None:
+    def give_up(self, call: "Future[Any]") -> bool:
+        """Leave a call that hangs behind: another thread takes the place of its own. False where it has ended."""
+        is_late = call.cancel()
+        if is_late:
+            start_thread(self._work)
+        return is_late
+
+    def _work(self) -> None:
+        """The body of a thread."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_left += 1
+                    return
+                result, function = self._waiting.popleft()
             with Caught() as caught:
-                result.set_result(function(*args, **kwargs))
+                value = function()
+            if not result.set_running_or_notify_cancel():
+                return  # it was given up
             if caught.error is not None:
                 result.set_exception(caught.error)
-
-        start_thread(run)
-        return result
+            else:
+                result.set_result(value)
 
 
 @contextmanager

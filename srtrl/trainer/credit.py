@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
+from srtrl.algorithms.advantages import is_token_level, needs_values, whiten
 from srtrl.recipe.schema import AlgorithmSection, Recipe
 from srtrl.resolve import declared, describe_value, resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
@@ -108,14 +108,15 @@ def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
 
 
 def _train_sequence(rollout: Rollout) -> TrainSequence:
-    sampled = rollout.sampled
+    response, sampled = rollout.response, rollout.response.sampled
+    ages = (rollout.policy_version - response.policy_versions)[sampled]
     return TrainSequence(
-        token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), rollout.token_ids]),
+        token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), response.token_ids]),
         targets=len(rollout.prompt.token_ids) + sampled,
         draw_index=rollout.draw_index,
-        rollout_logprobs=rollout.rollout_logprobs[sampled],
+        rollout_logprobs=response.rollout_logprobs[sampled],
         advantages=np.zeros(len(sampled), np.float32),
-        ages=None if rollout.prefix is None else (rollout.policy_version - rollout.policy_versions)[sampled],
+        ages=ages if ages.any() else None,
     )
 
 
@@ -125,14 +126,14 @@ def assign_credit(
     """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
 
     A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
-    token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the critic's values. Where there are
-    values, `returns` = advantages + values, for the critic to learn from; whitening comes after that. Overlong
+    token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the values. Where there are
+    values, `returns` = advantages + values, for their model to learn from; whitening comes after that. Overlong
     filtering comes last: a truncated sample counts in its group's baseline and in the whitening, and is then left out.
 
     Args:
         groups: The groups to learn from, at least one; all samples are graded.
         sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
-            `values` where there is a critic, `old_logprobs` where the trainer has computed them.
+            `values` where a model gives them, `old_logprobs` where the trainer has computed them.
         recipe: Its `algorithm` section names the advantage and the KL.
         step: The training step.
 
@@ -168,7 +169,7 @@ def assign_credit(
     metrics["groups/zero_advantage_share"] = 1 - len(draws_with_signal) / len(groups)
     kept = list(range(len(rollouts)))
     if algorithm.overlong_filtering:
-        kept = [index for index in kept if rollouts[index].finish_reason != "length"]
+        kept = [index for index in kept if rollouts[index].response.finish_reason != "length"]
         metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
     return Credit(
         sequences=[
@@ -223,7 +224,7 @@ def _advantages(
     function = resolve_part("algorithm.advantage", name)
     sizes, lengths = [len(group.rollouts) for group in groups], mask.sum(dim=1)
     if is_token_level(function):
-        assert values is not None or not needs_critic(function), f"{name} needs the critic's values"
+        assert values is not None or not needs_values(function), f"{name} needs values"
         advantages = function(
             rewards,
             torch.zeros_like(rewards) if values is None else values,

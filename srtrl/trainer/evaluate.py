@@ -64,8 +64,7 @@ def evaluate(
     collector = context.collector("eval", context.recipe.eval.num_samples, sampling, on_progress, timer)
     draws = list(enumerate(map(context.started, prompts)))
     groups = collect_rollouts(context.engine, collector, FixedDraws(draws))
-    if context.conversations is not None:
-        context.conversations.check_not_all_raised("evaluation")
+    context.turns.check_not_all_raised("evaluation")
     seconds = sum(timer.take().values())
     collector.engine_metrics(context.engine)  # of evaluation: the next training step must not report them
     return groups, eval_metrics(groups, seconds, context.grader.outcomes)
@@ -84,7 +83,7 @@ def eval_metrics(
     graded = [[rollout.grade.reward for rollout in group.graded] for group in groups]
     rewards = [fmean(some) for some in graded if some] or [0.0]
     counts = Counter(rollout.grade.outcome for rollout in rollouts)
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [len(rollout.response.token_ids) for rollout in rollouts]
     metrics: dict[str, float] = {}
     if "correct" in grade_outcomes:
         num_correct = [count_correct(group) for group in groups]
@@ -100,7 +99,7 @@ def eval_metrics(
         "eval/length/mean": fmean(lengths),
         "eval/length/median": float(median(lengths)),
         "eval/length/max": max(lengths),
-        "eval/length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "eval/length/truncated_share": fmean(rollout.response.finish_reason == "length" for rollout in rollouts),
         "eval/num_problems": len(groups),
         "eval/num_samples": num_samples,
         "eval/tokens": sum(lengths),

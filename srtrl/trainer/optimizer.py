@@ -71,7 +71,7 @@ class MasterAdamW(torch.optim.AdamW):
     Bytes per parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
 
     The groups (`param_groups`) hold the masters: norms are taken and clipped there. A parameter that is wider than a
-    half type (all of a float32 model, a critic's head) is its own master. A micro-batch's gradient is added to the
+    half type (all of a float32 model, a head in float32) is its own master. A micro-batch's gradient is added to the
     master's as soon as `backward` has it, in float32, and freed, so that only one layer's bfloat16 gradient exists at a
     time. So there is one optimizer for a model: a second one would get no gradients.
     """

@@ -18,6 +18,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.share import Share
+from srtrl.rollout.turns import Turns
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import groups_to_learn_from
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
-    from srtrl.environments.conversations import Conversations
     from srtrl.tasks.base import TaskBase
 
 DRAWS_PER_PROMPT = 10
@@ -44,8 +44,8 @@ class RolloutContext:
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     """Tokens that end a response."""
-    conversations: Conversations | None
-    """None where a sample is a single turn."""
+    turns: Turns
+    """What follows where a turn of a sample ends."""
     share: Share = field(default_factory=Share)
 
     def collector(
@@ -54,21 +54,20 @@ class RolloutContext:
         """The collector of one rollout; see `Collector`."""
         return Collector(
             self.grader,
-            self.tokenizer,
+            self.turns,
             num_samples=num_samples,
             sampling=sampling,
             seed=self.recipe.seed,
             purpose=purpose,
+            policy_version=self.engine.policy_version,
             on_progress=on_progress,
             timer=timer,
-            conversations=self.conversations,
             share=self.share,
         )
 
     def started(self, prompt: Prompt) -> Prompt:
         """A prompt with the messages that the environment, if there is one, begins with."""
-        max_tokens = self.recipe.rollout.max_prompt_tokens
-        return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
+        return self.turns.started(prompt, self.recipe.rollout.max_prompt_tokens)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -153,9 +152,8 @@ class Sampler:
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         groups, kept, collector, metrics = self.collect(step, collector)
         check_not_all_failed(groups, f"step {step}")
-        if context.conversations is not None:
-            context.conversations.check_not_all_raised(f"step {step}")
-        token_ids = [rollout.token_ids for group in groups for rollout in group.rollouts]
+        context.turns.check_not_all_raised(f"step {step}")
+        token_ids = [rollout.response.token_ids for group in groups for rollout in group.rollouts]
         metrics = rollout_metrics(groups, context.grader.outcomes) | dict(metrics)
         metrics |= {
             "data/epoch": first / self.order.num_prompts,

@@ -104,7 +104,7 @@ class Trainer:
         """
         self.rollout_context = context = parts.context
         self.recipe, self.engine, self.grader = context.recipe, context.engine, context.grader
-        self.conversations = context.conversations
+        self.turns = context.turns
         self.task, self.sampler, self.columns, self.learners = parts.task, parts.sampler, parts.columns, parts.learners
         self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
         self.saved = [*parts.saved, *parts.learners, parts.sampler]
@@ -136,10 +136,9 @@ class Trainer:
                     self.restore(self.checkpoint)
             with ranks.synchronized("starting the graders"):
                 stack.enter_context(self.grader)
-                if self.conversations is not None:
-                    stack.enter_context(self.conversations)
-                    self.rollout_context.started(self.task.train_prompts[0])
-                    self.conversations.try_environment(self.task.train_prompts[0])
+                stack.enter_context(self.turns)
+                self.rollout_context.started(self.task.train_prompts[0])
+                self.turns.try_environment(self.task.train_prompts[0])
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
@@ -221,7 +220,7 @@ class Trainer:
                 with self._stage("compile"), reporting_compilation(self.progress.compiling):
                     self.engine.warm_up()
                 if self.step == 0 and self.evaluates_ends:
-                    self._record_observations(0)
+                    self.turns.use_record(self.run.observations(0))
                     self._write_row(metrics := self.evaluate())
                     self.progress.say(f"before training: {describe_held_out(metrics)}")
                 self.is_stopping = self._should_stop()
@@ -233,7 +232,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
-        self._record_observations(step)
+        self.turns.use_record(self.run.observations(step))
         context = UpdateContext(recipe=self.recipe, step=step)
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
@@ -241,7 +240,7 @@ class Trainer:
         if credit.sequences:
             metrics |= self.sampler.credit_metrics(credit.sequences)
         is_updated = False
-        for learner in self.learners:  # the policy is the last one; at first only the critic learns
+        for learner in self.learners:  # the policy is the last one; the others may begin before it
             is_updated = bool(credit.sequences) and step > learner.updates.num_skipped
             if is_updated:
                 with self._stage(learner.stage):
@@ -331,11 +330,6 @@ class Trainer:
             )
         if ranks.is_main():
             self.run.drop_observations()
-
-    def _record_observations(self, step: int) -> None:
-        """Write the observations of environments into the file of this step, or read them where it is there."""
-        if self.conversations is not None:
-            self.conversations.use_record(self.run.observations(step), ranks.index())
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""

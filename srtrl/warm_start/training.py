@@ -37,14 +37,14 @@ from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import response_logprobs
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import DataOrder
-from srtrl.types import Prompt, SegmentKind, TrainSequence
+from srtrl.types import Prompt, TrainSequence
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from srtrl.environments.conversations import Conversations
     from srtrl.model.transformer import Transformer
+    from srtrl.rollout.turns import Turns
 
 RECORD = "warm_start.json"
 TOKENIZER_PROBLEMS = 10_000
@@ -105,8 +105,8 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
     """
     with ranks.synchronized("loading the task and the model"):
         tokenizer = _tokenizer(recipe, section)
-        conversations = build.build_conversations(recipe, tokenizer)
-        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+        turns = build.build_turns(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=turns.tools)
         has_eval, _ = training_evals(task, recipe)  # raises where there are no problems for it
         model = _model(recipe, section, tokenizer, build.choose_device(recipe))
         end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
@@ -116,9 +116,8 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
     learner = SupervisedLearner(model, optimizer, update_plan(section))
     progress = RunProgress(section.num_steps, console=None if ranks.is_main() else Console(quiet=True))
     # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
-    opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
-    with progress, opened:
-        batches = solution_batches(recipe, section, task, tokenizer, conversations)
+    with progress, turns if turns.starts_prompts else nullcontext():
+        batches = solution_batches(recipe, section, task, turns)
         for step in range(1, section.num_steps + 1):
             batch, num_left_out = next(batches)
             context = UpdateContext(recipe=recipe, step=step)
@@ -229,25 +228,19 @@ def update_plan(section: WarmStartSection) -> UpdatePlan:
     )
 
 
-def solution_sequence(
-    task: TaskBase, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, conversations: Conversations | None = None
-) -> TrainSequence:
+def solution_sequence(task: TaskBase, turns: Turns, prompt: Prompt) -> TrainSequence:
     """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
 
-    With `conversations` the solution may hold the observations of an environment: tokens as in a rollout, no targets.
+    It may hold the observations of an environment: tokens as in a rollout, no targets.
     The fields that only RL reads are zero.
 
     Raises:
         ValueError: the task has no solution for this prompt.
         MalformedCallError: no rollout can look like the solution.
     """
-    text = task.solution(prompt)
-    if conversations is None:
-        segments: list[tuple[SegmentKind, list[int]]] = [("model", tokenizer.encode(text, add_special_tokens=False))]
-    else:
-        segments = conversations.tokenise_solution(text)
-    assert isinstance(tokenizer.eos_token_id, int)
-    segments.append(("model", [tokenizer.eos_token_id]))
+    end = turns.tokenizer.eos_token_id
+    assert isinstance(end, int)
+    segments = [*turns.tokenise_solution(task.solution(prompt)), ("model", [end])]
     token_ids = np.array([*prompt.token_ids, *chain.from_iterable(ids for _, ids in segments)], np.int64)
     is_target = np.repeat([kind == "model" for kind, _ in segments], [len(ids) for _, ids in segments])
     zeros = np.zeros(int(is_target.sum()), np.float32)
@@ -264,8 +257,7 @@ def solution_batches(
     recipe: Recipe,
     section: WarmStartSection,
     task: TaskBase,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Conversations | None = None,
+    turns: Turns,
 ) -> Iterator[tuple[list[TrainSequence], int]]:
     """The solutions of the training problems, in data order and without end.
 
@@ -280,20 +272,18 @@ def solution_batches(
     Raises:
         ValueError: a problem has no solution, or all of them are left out, or the tokenizer has no end token.
     """
-    if tokenizer.eos_token_id is None:
+    if turns.tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
     order = DataOrder(len(task.train_prompts), recipe.seed)
     random = np.random.default_rng((recipe.seed, 0x501))
-    printable = printable_tokens(tokenizer) if section.noise else []
+    printable = printable_tokens(turns.tokenizer) if section.noise else []
     max_new_tokens = recipe.rollout.max_new_tokens
     batch: list[TrainSequence] = []
     num_tokens = num_left_out = 0
     for draw in count():
-        prompt = task.train_prompts[order.prompt_of(draw)]
-        if conversations is not None:
-            prompt = conversations.started(prompt, recipe.rollout.max_prompt_tokens)
+        prompt = turns.started(task.train_prompts[order.prompt_of(draw)], recipe.rollout.max_prompt_tokens)
         try:
-            sequence = solution_sequence(task, tokenizer, prompt, conversations)
+            sequence = solution_sequence(task, turns, prompt)
             num_solution_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
             if num_solution_tokens > max_new_tokens:
                 raise MalformedCallError(f"{num_solution_tokens} tokens; rollout.max_new_tokens is {max_new_tokens}")

@@ -10,8 +10,6 @@ import asyncio
 import inspect
 import json
 import math
-import queue
-import threading
 import time
 import traceback
 from collections import Counter
@@ -28,10 +26,11 @@ from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, digest_of, key_of
-from srtrl.environments.samples import Answer, OpenSample, PendingTurn, Segments
+from srtrl.environments.samples import OpenSample, PendingTurn
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
-from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, start_thread, warn_once
+from srtrl.rollout.turns import Answer, Segments, Turns, response_text
+from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, warn_once
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Completion, Conversation, Prompt, segment_slices
@@ -44,11 +43,12 @@ T = TypeVar("T")
 
 NUM_THREADS = 128
 """Maximum number of environments' steps at the same time."""
-POLL_SECONDS = 0.05
 
 
-class Conversations:
-    """The environments of the samples that are decoded. A context manager: what they share is open inside it."""
+class EnvironmentTurns(Turns):
+    """The environments of the samples that are decoded; what they share is open inside the context."""
+
+    has_turns = True
 
     def __init__(self, section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase) -> None:
         """Resolve the environment and its format.
@@ -56,11 +56,14 @@ class Conversations:
         Raises:
             ValueError: a name or an option is incorrect, or the format does not fit the tokenizer.
         """
+        super().__init__(tokenizer)
         self.section = section
-        self.tokenizer = tokenizer
         self.environment_class, self.options = resolve_environment(section)
         self._seconds = self._patience = float(self.environment_class.timeout_seconds)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
+        if self.format.describes_tools:
+            self.tools = tool_schemas(self.environment_class.tools)
+        self.starts_prompts = self.environment_class.start is not EnvironmentBase.start
         self._samples: dict[tuple[str, int, int], OpenSample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
         """By id and text of either: a prompt, and the prompt with the environment's first messages."""
@@ -71,7 +74,6 @@ class Conversations:
         self._first_traceback = ""
         self._stack = ExitStack()
         self._shared: Any = None
-        self._queue: queue.SimpleQueue[PendingTurn | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         environment, options, name = self.environment_class, self.options, self.section.name
@@ -82,14 +84,16 @@ class Conversations:
             if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
                 message = "must return an integer from 1 on, or None; it returned"
                 raise ValueError(f"rollout.environment: `max_parallel` of {name} {message} {limit!r:.80}")
-            self._max_threads = NUM_THREADS if limit is None else min(NUM_THREADS, limit)
-            self._num_threads, self._idle = 0, threading.Semaphore(0)
-            stack.callback(self._end_threads)
+            self._threads = DaemonThreads(NUM_THREADS if limit is None else min(NUM_THREADS, int(limit)))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.clear()
+        for sample in self._samples.values():
+            self._close(sample)
+        self._samples.clear()
+        self._pending.clear()
+        self._record.close()
         self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
 
     def _call(self, what: str, function: Callable[[], T], seconds: float | None = None) -> T:
@@ -117,20 +121,9 @@ class Conversations:
             if isinstance(caught.error.__cause__, TimeoutError):
                 self._patience = 0.0  # the first one that hangs is the last that is waited for
 
-    @property
-    def num_pending(self) -> int:
-        """Turns whose answer is still to come."""
-        return len(self._pending)
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The tools for the chat template; empty where the format does not put them into the prompt."""
-        return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
-
-    @property
-    def starts_prompts(self) -> bool:
-        """Whether the environment adds to prompts: `started` must then be called inside the context."""
-        return self.environment_class.start is not EnvironmentBase.start
+    def _result_of(self, value: Any) -> Any:
+        """What a coroutine returns; any other value is itself."""
+        return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with the environment's first messages.
@@ -193,14 +186,14 @@ class Conversations:
             )
         return started
 
-    def use_record(self, path: Path | None, rank: int = 0) -> None:
+    def use_record(self, path: Path | None) -> None:
         """Begin a step: use the answers in this file, and write new ones into it.
 
         Each rank but the first writes into a file of its own (`step_000001.rank1.jsonl` beside `step_000001.jsonl`),
         and all ranks read all of them.
         """
         self._record.close()
-        self._record = Record(path, rank)
+        self._record = Record(path, ranks.index())
         self._num_samples.clear()
         self._first_traceback = ""
 
@@ -215,18 +208,13 @@ class Conversations:
             self._samples[key] = sample = OpenSample(original)
             if request.prefix is not None:
                 sample.answers |= request.prefix.answers
-                for number, (start, stop) in enumerate(request.prefix.extensions):
-                    before = replace(
-                        completion,
-                        request=replace(request, turn=number, prefix=None),
-                        token_ids=completion.token_ids[:start],
-                        finish_reason="stop",
-                        extensions=completion.extensions[:number],
-                    )
+                for start, stop in request.prefix.extensions:
+                    response = replace(request.prefix.cut(start), finish_reason="stop")
+                    before = Completion(request=replace(request, prefix=None), response=response)
                     pending = self._read(before, sample)
                     assert pending.answer.done(), "a turn of the prefix has no answer"
                     pending.needs_record = False
-                    if self._resolve(pending).extension != completion.token_ids[start:stop]:
+                    if self._resolve(pending).extension != request.prefix.token_ids[start:stop].tolist():
                         raise ValueError(
                             f"rollout.environment.format: {self.section.format} writes an observation of a step before "
                             "otherwise than it did then; resume with the format that the run had, or begin a new run"
@@ -234,18 +222,16 @@ class Conversations:
         pending = self._read(completion, self._samples[key])
         self._pending.append(pending)
         if not pending.answer.done():
-            self._queue.put(pending)
-            if not self._idle.acquire(blocking=False) and self._num_threads < self._max_threads:
-                self._num_threads += 1
-                start_thread(self._answer_turns)
+            pending.answer = self._threads.submit(self._answer, pending)
 
-    def give_up(self, completion: Completion) -> dict[str, str]:
-        """A sample ends unfinished, in a turn; returns what was answered so far; see `Conversation`."""
+    def give_up(self, completion: Completion) -> Completion:
+        """A sample ends unfinished, in a turn; returns it with what was answered so far."""
         sample = self._samples.pop(key_of(completion), None)
-        if sample is None:  # no turn has ended since its prefix
-            return {} if completion.request.prefix is None else dict(completion.request.prefix.answers)
-        self._close(sample)
-        return sample.answers
+        if sample is not None:
+            self._close(sample)
+            return with_answers(completion, sample.answers)
+        prefix = completion.request.prefix  # no turn has ended since
+        return completion if prefix is None else with_answers(completion, prefix.answers)
 
     def _read(self, completion: Completion, sample: OpenSample) -> PendingTurn:
         """The last turn, with its answer where that takes no call of the environment."""
@@ -255,7 +241,7 @@ class Conversations:
         if answer is None:
             answer = self._record.find(completion)
             needs_record = answer is None
-            if answer is None and (text := sample.answers.get(digest_of(completion.token_ids))) is not None:
+            if answer is None and (text := sample.answers.get(digest_of(completion.response.token_ids))) is not None:
                 answer = Step(**json.loads(text))
             if answer is not None:
                 sample.unseen.append((turn, answer))
@@ -281,14 +267,6 @@ class Conversations:
         """The answers to wait for, at most `POLL_SECONDS` because of the time limit."""
         return [pending.answer for pending in self._pending]
 
-    def clear(self) -> None:
-        """Give all samples up."""
-        for sample in self._samples.values():
-            self._close(sample)
-        self._samples.clear()
-        self._pending.clear()
-        self._record.close()
-
     def check_not_all_raised(self, where: str) -> None:
         """Stop where the environments of all samples of a step, on all ranks, have raised.
 
@@ -309,17 +287,19 @@ class Conversations:
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
         """The last turn, and its answer where that takes no environment: calls that cannot be read or run."""
-        start = completion.extensions[-1][1] if completion.extensions else 0
-        token_ids = completion.token_ids[start:]
+        response = completion.response
+        start = response.extensions[-1][1] if response.extensions else 0
+        token_ids = response.token_ids[start:].tolist()
+        assert response.finish_reason is not None
         has_end = token_ids[-1] in completion.request.sampling.end_token_ids
         text = decode(self.tokenizer, token_ids[:-1] if has_end else token_ids)
         turn = Turn(
-            index=completion.request.turn,
+            index=len(response.extensions),
             text=text,
             token_ids=tuple(token_ids),
-            finish_reason=completion.finish_reason,
+            finish_reason=response.finish_reason,
         )
-        if completion.finish_reason == "length":
+        if response.finish_reason == "length":
             return turn, Step(is_done=True, stop_reason="response_tokens")
         try:
             calls = self.format.parse(text)
@@ -332,37 +312,22 @@ class Conversations:
         errors = [f"error: {message}" for _, message in results]
         return turn, Step(observation=errors, outcomes=[outcome for outcome, _ in results])
 
-    def _end_threads(self) -> None:
-        for _ in range(self._num_threads):
-            self._queue.put(None)
-
-    def _answer_turns(self) -> None:
-        """The body of each thread: call environments. The semaphore counts the threads that wait for a turn."""
-        while (pending := self._queue.get()) is not None:
-            pending.started = time.monotonic()
-            with Caught() as caught:
-                step = self._answer(pending)
-            pending.seconds = time.monotonic() - pending.started
-            if not pending.answer.set_running_or_notify_cancel():
-                return  # past the time limit: another thread has taken the place of this one
-            self._idle.release()  # before the answer is seen, or the next turn would start a thread
-            if caught.error is not None:
-                pending.answer.set_exception(caught.error)
-            else:
-                pending.answer.set_result(step)
-
     def _answer(self, pending: PendingTurn) -> Step:
         """The environment's answer to a turn, after the turns that it has not seen."""
-        sample = pending.sample
-        environment = self._begin(sample)[0] if sample.environment is None else sample.environment
-        unseen, sample.unseen = sample.unseen, []
-        for turn, step in unseen:
-            if self.environment_class.can_replay():
-                self._result_of(environment.replay(turn, step))
-            else:
-                with Caught():  # an error is in the record as the answer
-                    self._step(environment, turn)
-        return self._step(environment, pending.turn)
+        sample, started = pending.sample, time.monotonic()
+        pending.started = started
+        try:
+            environment = self._begin(sample)[0] if sample.environment is None else sample.environment
+            unseen, sample.unseen = sample.unseen, []
+            for turn, step in unseen:
+                if self.environment_class.can_replay():
+                    self._result_of(environment.replay(turn, step))
+                else:
+                    with Caught():  # an error is in the record as the answer
+                        self._step(environment, turn)
+            return self._step(environment, pending.turn)
+        finally:
+            pending.seconds = time.monotonic() - started
 
     def _step(self, environment: EnvironmentBase, turn: Turn) -> Step:
         """The result of `step`, or of its coroutine."""
@@ -370,10 +335,6 @@ class Conversations:
         if not isinstance(step, Step):
             raise TypeError(f"`step` of the environment {self.section.name} must return a Step, found {step!r:.80}")
         return step
-
-    def _result_of(self, value: Any) -> Any:
-        """What a coroutine returns; any other value is itself."""
-        return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def _close(self, sample: OpenSample) -> None:
         if sample.environment is not None:
@@ -385,7 +346,7 @@ class Conversations:
         step = self._result(pending)
         if pending.needs_record:
             self._record.write(completion, step)
-        sample.answers[digest_of(completion.token_ids)] = json.dumps(asdict(step))
+        sample.answers[digest_of(completion.response.token_ids)] = json.dumps(asdict(step))
         is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
         sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
@@ -405,18 +366,22 @@ class Conversations:
                     f"the environment {self.section.name} answered with an empty text, and the format "
                     f"{self.section.format} puts nothing around it: the next turn needs at least one token before it"
                 )
-            has_room = len(completion.token_ids) + len(extension) < completion.request.sampling.max_new_tokens
+            has_room = len(completion.response.token_ids) + len(extension) < completion.request.sampling.max_new_tokens
             if not has_room or completion.request.is_whole:
-                stop_reason, extension = "observation", []
+                stop_reason = "observation"
             else:
                 sample.segments += [(kind, len(token_ids)) for kind, token_ids in segments if token_ids]
-        conversation = self._end(completion, sample, stop_reason) if stop_reason else None
-        return Answer(completion=completion, extension=extension, conversation=conversation)
+        if not stop_reason:
+            return Answer(completion=completion, extension=extension)
+        return Answer(
+            completion=with_answers(completion, sample.answers),
+            text=response_text(self.tokenizer, completion.response.token_ids, ()),
+            conversation=self._end(completion, sample, stop_reason),
+        )
 
     def _result(self, pending: PendingTurn) -> Step:
         """The environment's answer; errors and the time limit become answers, too."""
-        if pending.answer.cancel():
-            start_thread(self._answer_turns)  # in place of the one that hangs
+        if self._threads.give_up(pending.answer):
             limit = f"within the class's timeout_seconds ({self._seconds:g})"
             warn_once(f"a sample ends: `step` of {self.section.name} gave no answer {limit}; {ADVICE}")
             return Step(is_done=True, stop_reason="time", outcomes=["time"])
@@ -433,7 +398,7 @@ class Conversations:
         self._num_samples["raised" in sample.outcomes] += 1
         return Conversation(
             segments=tuple(sample.segments),
-            num_turns=completion.request.turn + 1,
+            num_turns=len(completion.response.extensions) + 1,
             num_void_turns=sample.num_void_turns,
             stop_reason=stop_reason,
             outcomes=tuple(sample.outcomes),
@@ -441,10 +406,9 @@ class Conversations:
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
             texts=tuple(
-                decode(self.tokenizer, completion.token_ids[part], skip_special_tokens=kind == "model")
+                decode(self.tokenizer, completion.response.token_ids[part], skip_special_tokens=kind == "model")
                 for kind, part in segment_slices(sample.segments)
             ),
-            answers=sample.answers,
         )
 
     def tokenise_solution(self, text: str) -> Segments:
@@ -483,3 +447,8 @@ class Conversations:
         head = (limit - len(middle) + 1) // 2
         tail = limit - len(middle) - head
         return [*token_ids[:head], *middle, *token_ids[len(token_ids) - tail :]]
+
+
+def with_answers(completion: Completion, answers: Mapping[str, str]) -> Completion:
+    """A sample that has ended, with the answers to its turns."""
+    return replace(completion, response=replace(completion.response, answers=answers))

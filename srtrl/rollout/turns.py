@@ -1,0 +1,101 @@
+"""What follows where the decoder gives a sample back: its end, or an environment's answer and the next turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.engine.stopping import cut_at_stop_string, decode
+from srtrl.types import Completion, Conversation, Prompt, SegmentKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Segments = list[tuple[SegmentKind, list[int]]]
+"""Kinds of segments and their token ids, in order."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Answer:
+    """The continuation of a sample after a turn, or its end."""
+
+    completion: Completion
+    extension: list[int] = field(default_factory=list)
+    """Tokens for `Engine.extend`; none where the sample has ended."""
+    text: str = ""
+    """Of a sample that has ended; see `Rollout`."""
+    conversation: Conversation | None = None
+    """The turns of a sample that has ended; None: a single turn."""
+
+
+class Turns:
+    """Samples of a single turn: each has ended when the decoder gives it back. Subclasses let environments answer.
+
+    A context manager: samples are given to it inside.
+    """
+
+    has_turns = False
+    """Whether a sample may have several turns; see `Request`."""
+    starts_prompts = False
+    """Whether `started` adds to prompts; it must then be called inside the context."""
+    tools: Sequence[dict[str, Any]] = ()
+    """The tools for the chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._answers: list[Answer] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """All samples are given up."""
+
+    def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
+        """The prompt with an environment's first messages."""
+        return prompt
+
+    def try_environment(self, prompt: Prompt) -> None:
+        """Let user-defined code answer one turn of a prompt, before anything is decoded."""
+
+    def use_record(self, path: Path | None) -> None:
+        """Begin a step: use the answers of environments in this file, and write new ones into it."""
+
+    def check_not_all_raised(self, where: str) -> None:
+        """Raise ValueError, beginning with `where` ("step 3"), where all samples of a step, on all ranks, failed."""
+
+    def submit_turn(self, completion: Completion, prompt: Prompt) -> None:
+        """A turn has ended."""
+        stop_strings = completion.request.sampling.stop_strings
+        text = response_text(self.tokenizer, completion.response.token_ids, stop_strings)
+        self._answers.append(Answer(completion=completion, text=text))
+
+    def take_answers(self) -> list[Answer]:
+        """The answers since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def futures(self) -> Sequence[Future[Any]]:
+        """The answers that are still to come."""
+        return []
+
+    def give_up(self, completion: Completion) -> Completion:
+        """A sample ends unfinished, in a turn; returns it with what was answered so far."""
+        return completion
+
+    def tokenise_solution(self, text: str) -> Segments:
+        """The segments of a worked solution, without an end token, as in a rollout whose policy sampled them."""
+        return [("model", self.tokenizer.encode(text, add_special_tokens=False))]
+
+
+def response_text(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | npt.NDArray[np.int32], stop_strings: Sequence[str]
+) -> str:
+    """The response as text: without special tokens, cut before the first stop string."""
+    return cut_at_stop_string(decode(tokenizer, token_ids, skip_special_tokens=True), stop_strings)
