@@ -272,10 +272,17 @@ class Saved(NamedTuple):
 
     def __str__(self) -> str:
         """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
-        text = f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
-        if self.seconds is not None:
-            text += f", {abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
-        return text
+        return ", ".join(part for part in (self.ratio, self.time) if part)
+
+    @property
+    def ratio(self) -> str:
+        """How many times fewer decode steps."""
+        return f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
+
+    @property
+    def time(self) -> str:
+        """The seconds; nothing where they are not known."""
+        return "" if self.seconds is None else f"{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
 
 
 def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:
@@ -295,7 +302,8 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if saved := saved_by_drafts(steps):
-        figures[f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"] = str(saved)
+        counts = f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"
+        figures[", ".join(part for part in (counts, saved.time) if part)] = saved.ratio
     if evals:
         name = main_figure(evals[-1])
         values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
