@@ -268,7 +268,7 @@ class Saved(NamedTuple):
     num_plain: int
     """The same without drafts."""
     seconds: float | None
-    """None where the cost of a decode step is not known."""
+    """None where no decode step was measured."""
 
     def __str__(self) -> str:
         """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
