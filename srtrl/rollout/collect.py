@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
@@ -57,7 +57,7 @@ class Draws(ABC):
 
     @abstractmethod
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
-        """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
+        """Samples to add before the next decode step; each is added before the next is requested."""
 
     @abstractmethod
     def are_over(self, collector: Collector) -> bool:
@@ -71,8 +71,8 @@ class Draws(ABC):
 def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
     """Decode and grade all samples of some draws, on all ranks.
 
-    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else it
-    runs ahead until the other ranks are done.
+    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else the
+    engine's background goes on until the other ranks are done.
 
     Args:
         engine: Decodes; its policy is not changed.
@@ -96,9 +96,9 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
                     collector.wait(draws.undecided)
                     collector.take_answers(engine)
                     continue
-                if draws.are_over(collector) or not share.wait_for_others(sleeps=not engine.has_run_aheads):
+                if draws.are_over(collector) or not share.wait_for_others(sleeps=not engine.background.has_work):
                     break
-                if not engine.has_run_aheads:
+                if not engine.background.has_work:
                     continue
             started = time.monotonic()
             for completion in engine.step():
@@ -113,18 +113,15 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
 class FixedDraws(Draws):
     """Draws that are all opened at once."""
 
-    def __init__(self, draws: Sequence[tuple[int, Prompt]], *, run_ahead: Sequence[Request] = ()) -> None:
+    def __init__(self, draws: Sequence[tuple[int, Prompt]]) -> None:
         """All ranks make the same.
 
         Args:
             draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a
                 draw's index is its place in the data order of the run.
-            run_ahead: What idle slots may decode meanwhile (see `Collector.run_ahead`); none of it comes back.
         """
         self.draws = sorted(draws, key=lambda draw: draw[0])
-        self.run_ahead = run_ahead
         self._are_open = False
-        assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`."""
@@ -140,7 +137,6 @@ class FixedDraws(Draws):
                 collector.receive(completion)
             collector.take_answers(engine)
             yield from collector.share.deal(engine, requests)
-            yield from collector.share.run_aheads(self.run_ahead)
         yield from collector.share.claim(engine.num_free_slots)
 
     def are_over(self, collector: Collector) -> bool:
@@ -150,12 +146,6 @@ class FixedDraws(Draws):
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; `batched` rewards see all samples at once."""
         return collector.take([draw_index for draw_index, _ in self.draws])
-
-
-def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
-    """Samples of later draws as run-aheads, one of every prompt before the second of any."""
-    ordered = sorted(requests, key=lambda request: (request.sample_index, request.draw_index))
-    return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
 
 
 @dataclass(slots=True)
@@ -208,17 +198,6 @@ class Collector:
             for sample_index in range(self.num_samples)
         ]
 
-    def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
-        """Run-aheads for idle slots: the samples of later draws, early. None of it is ever learned from.
-
-        A run-ahead is decoded by the current policy on the very RNG key that its sample will have. The next step's
-        policy is nearly the same and its noise is the same, so that the sample repeats a good part of the run-ahead
-        word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and no draft
-        changes a sampled token, so it stays exact and on-policy. Run-aheads take idle slots breadth-first, as samples
-        do: one of every prompt, then the second of every prompt.
-        """
-        return run_ahead_order(self.requests(draws))
-
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, for the engine to decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
@@ -228,7 +207,6 @@ class Collector:
 
     def receive(self, completion: Completion) -> None:
         """A turn of a sample of an open draw has ended."""
-        assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
         self.turns.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
     def take_answers(self, engine: Engine) -> None:
