@@ -16,6 +16,7 @@ sentences made of `WORDS`.
 """
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -78,6 +79,12 @@ class Ungraded:
 def no_reward(sample: RewardInput) -> float:
     """A reward that costs nothing."""
     return 0.0
+
+
+async def slow_judge(sample: RewardInput) -> float:
+    """A reward that takes five seconds, elsewhere."""
+    await asyncio.sleep(5)
+    return float(len(sample.text) % 3)
 
 
 class LogNormal(Collector):

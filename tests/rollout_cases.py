@@ -52,6 +52,9 @@ class FakeEngine:
         self.live.append(request)
         self.early = [one for one in self.early if one.rng_key != request.rng_key]
 
+    def step_background(self) -> bool:
+        return False
+
     @contextmanager
     def rollout(self, purpose: Purpose) -> Iterator[None]:
         assert purpose == "train"

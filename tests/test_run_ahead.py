@@ -1,21 +1,70 @@
-"""Which samples run ahead, in which order, and in how many rows; `test_scheduler.py` has slots and pages."""
+"""Which samples run ahead, in which order, in how many rows, and when; `test_scheduler.py` has slots and pages."""
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from engine_cases import requests_for
+import torch
+from engine_cases import options, requests_for, tiny_policy
+from environment_cases import TOKENIZER, Digits, section_of
+from test_conversations import contents
+from test_rank_rollouts import PROMPTS, collector_of, grader_of
 from tiny_run import make_recipe
 
 from srtrl import build, ranks
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.batch import Batch
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
+from srtrl.engine.engine import Engine
 from srtrl.engine.page_pool import PagePool
+from srtrl.environments.base import Step, Turn
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.run_ahead import RunAhead
+from srtrl.rollout.collect import FixedDraws, collect_rollouts
+from srtrl.rollout.dynamic_sampling import DrawsUntilFull
+from srtrl.rollout.turns import Turns
+from srtrl.tasks.grading import Grader
+from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import Request
+
+NUM_STEPS = 6
+IS_OVER = threading.Event()
+"""A judge and a tool answer when it is set: after `NUM_STEPS` decode steps of run-aheads alone."""
+
+
+async def judge(sample: RewardInput) -> float:
+    assert await asyncio.to_thread(IS_OVER.wait, 60)
+    return sample.num_tokens / 2
+
+
+class SlowDigits(Digits):
+    """As `Digits`, when it is over."""
+
+    async def step(self, turn: Turn) -> Step:  # type: ignore[override]
+        assert await asyncio.to_thread(IS_OVER.wait, 60)
+        return super().step(turn)
+
+
+class CountingEngine(Engine):
+    """Counts the steps of run-aheads alone."""
+
+    num_alone = 0
+
+    def step_background(self) -> bool:
+        has_stepped = super().step_background()
+        self.num_alone += has_stepped
+        if self.num_alone == NUM_STEPS:
+            IS_OVER.set()
+        return has_stepped
 
 
 def run_ahead(cost: StepCost | None = None, max_slowdown: float = 0.03) -> RunAhead:
@@ -86,3 +135,67 @@ def test_there_are_run_aheads_where_drafts_come_from_them_and_they_are_allowed(
     assert isinstance(
         build.build_background(recipe, build.build_drafter(recipe)), partial if runs_ahead else type(None)
     )
+
+
+@contextmanager
+def graders_and_turns(waits_for: str) -> Iterator[tuple[Grader, Turns]]:
+    grader = grader_of("environment" if waits_for == "tool" else f"{__name__}:judge")
+    turns = Turns(TOKENIZER)
+    if waits_for == "tool":
+        turns = EnvironmentTurns(section_of(SlowDigits, max_turns=4), TOKENIZER)
+    with grader, turns:
+        yield grader, turns
+
+
+def roll_out(waits_for: str, *, runs_ahead: bool) -> tuple[list[Any], dict[str, float], int]:
+    """What two steps learn, the metrics of the second, and the steps of run-aheads alone."""
+    IS_OVER.clear() if runs_ahead else IS_OVER.set()
+    background = partial(RunAhead, max_slowdown=0.0) if runs_ahead else None
+    sizes = options(max_sequence_tokens=128, slots=12)
+    engine = CountingEngine(
+        tiny_policy(vocab_size=290), sizes, tokenizer=TOKENIZER, drafter=SrtDrafter(), background=background
+    )
+    draws, found, metrics = list(enumerate(PROMPTS)), [], {}
+    with graders_and_turns(waits_for) as (grader, turns):
+        for first in (0, 3):
+            collector = collector_of(grader, turns, 60, num_samples=2)
+            engine.add_background(collector.requests(draws[first + 3 : first + 6]))
+            chosen: Any = FixedDraws(draws[first : first + 3])
+            if waits_for == "judge of a group":
+                limits: Any = {"first_draw": first, "num_prompts": 3, "max_draws": 3}
+                chosen = DrawsUntilFull(PROMPTS.__getitem__, **limits, keeps=lambda _: True)
+            found += contents(collect_rollouts(engine, collector, chosen))
+            assert engine.pool.num_used == 0
+            metrics = collector.engine_metrics(engine)
+            engine.end_step(has_new_weights=True)
+    return found, metrics, engine.num_alone
+
+
+@pytest.mark.parametrize("waits_for", ["judge", "judge of a group", "tool"])
+def test_run_aheads_go_on_while_graders_and_tools_work_and_change_nothing(waits_for: str) -> None:
+    found, metrics, num_alone = roll_out(waits_for, runs_ahead=True)
+    assert num_alone >= NUM_STEPS
+    assert metrics["engine/text_tokens_repeated"] > NUM_STEPS
+    expected, without, _ = roll_out(waits_for, runs_ahead=False)
+    assert found == expected
+    assert metrics["engine/tokens"] == without["engine/tokens"]
+    assert metrics["engine/decode_steps"] <= without["engine/decode_steps"], "steps of run-aheads alone do not count"
+
+
+@pytest.mark.parametrize(
+    ("device", "computing", "fills_waits"),
+    [("cpu", "", True), ("cpu", "grader", False), ("cpu", "turns", False), ("cuda", "grader", True)],
+)
+def test_on_a_cpu_waits_are_left_to_graders_and_tools_that_compute(
+    device: str, computing: str, fills_waits: bool
+) -> None:
+    with graders_and_turns("judge") as (grader, _), graders_and_turns("tool") as (_, turns):
+        assert not grader.computes_here
+        assert not turns.computes_here
+    parts: dict[str, Any] = {name: SimpleNamespace(computes_here=name == computing) for name in ("grader", "turns")}
+    engine = SimpleNamespace(runner=SimpleNamespace(model=SimpleNamespace(device=torch.device(device))))
+    engine.policy_version = 0
+    recipe: Any = SimpleNamespace(seed=0)
+    context = RolloutContext(recipe=recipe, engine=cast(Engine, engine), tokenizer=TOKENIZER, end_ids=(0,), **parts)
+    unused: Any = None
+    assert context.collector("train", 1, unused, unused, unused).fills_waits == fills_waits

@@ -77,6 +77,8 @@ class ScheduledStep:
     """Samples that were preempted or dropped, by the slot that they had; it may be in `started` again."""
     started: list[Sample] = field(default_factory=list)
     """Samples that took a slot."""
+    is_background: bool = False
+    """Whether no primary has a part in it."""
 
     @property
     def num_prompt_rows(self) -> int:

@@ -244,6 +244,8 @@ class Engine:
         """One decode step for all running samples; returns those that finished."""
         clock = StageClock()
         step = self._schedule()
+        if not (len(step.slots) or step.chunks):
+            return []
         clock.lap("schedule")
         trees, drafted = self._draft(step, clock)
         self._launch(step, trees, clock)
@@ -265,6 +267,14 @@ class Engine:
         self._num_rows = step.num_primaries + trees.num_nodes
         self._record(step, trees, drafted, verified, clock)
         return completions
+
+    def step_background(self) -> bool:
+        """One decode step while no sample has work; returns whether the background had any, and room for it."""
+        assert not self.has_work
+        num_steps = self.stats.num_background_steps
+        if self.background.has_work:
+            self.step()
+        return self.stats.num_background_steps > num_steps
 
     def end_step(self, *, has_new_weights: bool) -> None:
         """A training step has ended: drafts are of another step now, and with new weights KV is stale."""

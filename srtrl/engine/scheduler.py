@@ -88,7 +88,7 @@ class Scheduler:
 
     def schedule(self, max_background_rows: int = 0) -> ScheduledStep:
         """Admit samples, find pages, and return the work of the next forward pass."""
-        step = ScheduledStep(ended=self._ended)
+        step = ScheduledStep(ended=self._ended, is_background=not self.has_work)
         self._ended = {}
         self._admit(step)
         self._grow_decoding(step)

@@ -100,12 +100,17 @@ class PartialDraws(FixedDraws):
                 collector.share.add("finished")
         yield from super().requests(engine, collector)
 
-    def rollouts(self, collector: Collector) -> list[Rollout]:
-        """See `Draws`; of the complete draws. Sets `carried`."""
+    def complete(self, collector: Collector) -> Sequence[int]:
+        """See `Draws`."""
         self._read_ticks(collector, collector.share.add("ended", 0))
         last = self._last_tick
         assert last is not None, "the rollout has not ended"
-        complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
+        return [draw for draw, tick in self._complete(collector).items() if tick <= last]
+
+    def rollouts(self, collector: Collector) -> list[Rollout]:
+        """See `Draws`; of the complete draws. Sets `carried`."""
+        complete, last = self.complete(collector), self._last_tick
+        assert last is not None
         carried: dict[SampleKey, Response] = {}
         for draw, sample in sorted(self._completions):
             if draw not in complete:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from srtrl import ranks
@@ -63,6 +63,10 @@ class Draws(ABC):
     def are_over(self, collector: Collector) -> bool:
         """Whether no rank has anything left to decode or to decide."""
 
+    def complete(self, collector: Collector) -> Sequence[int]:
+        """After all are decoded: draws of which `rollouts` takes all samples, when they are graded."""
+        return ()
+
     @abstractmethod
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """This rank's rollouts, after all are decoded."""
@@ -71,8 +75,8 @@ class Draws(ABC):
 def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
     """Decode and grade all samples of some draws, on all ranks.
 
-    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else the
-    engine's background goes on until the other ranks are done.
+    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile the
+    engine's background goes on.
 
     Args:
         engine: Decodes; its policy is not changed.
@@ -90,22 +94,20 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
         while True:
             for request in draws.requests(engine, collector):
                 engine.add(request)
-            is_busy = engine.has_work
-            if not is_busy:
-                if draws.undecided or collector.turns.futures():
-                    collector.wait(draws.undecided)
-                    collector.take_answers(engine)
-                    continue
-                if draws.are_over(collector) or not share.wait_for_others(sleeps=not engine.background.has_work):
-                    break
-                if not engine.background.has_work:
-                    continue
-            started = time.monotonic()
-            for completion in engine.step():
-                collector.receive(completion)
-            collector.take_answers(engine)
-            if is_busy:
+            if engine.has_work:
+                started = time.monotonic()
+                for completion in engine.step():
+                    collector.receive(completion)
+                collector.take_answers(engine)
                 share.report_progress(time.monotonic() - started)
+            elif draws.undecided or collector.turns.futures():
+                collector.wait(engine, draws.undecided)
+                collector.take_answers(engine)
+            elif draws.are_over(collector):
+                collector.use_wait(engine, draws.complete(collector))
+                break
+            elif not share.wait_for_others(sleeps=not engine.step_background()):
+                break
     with collector.timer.stage("grading"):
         return collector.exchange(engine, draws.rollouts(collector))
 
@@ -143,9 +145,13 @@ class FixedDraws(Draws):
         """See `Draws`."""
         return collector.share.read("finished") == len(self.draws) * collector.num_samples
 
+    def complete(self, collector: Collector) -> Sequence[int]:
+        """See `Draws`."""
+        return [draw_index for draw_index, _ in self.draws]
+
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; `batched` rewards see all samples at once."""
-        return collector.take([draw_index for draw_index, _ in self.draws])
+        return collector.take(self.complete(collector))
 
 
 @dataclass(slots=True)
@@ -172,6 +178,8 @@ class Collector:
     """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
     share: Share = field(default_factory=Share)
     """What this process takes of the rollout; its counter `finished` counts samples."""
+    fills_waits: bool = True
+    """Whether the engine's background goes on while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
     on_end: OnEnd = field(default=lambda _: None, init=False)
@@ -249,14 +257,27 @@ class Collector:
         samples = self._draws[draw_index].samples
         return len(samples) == self.num_samples and all(self.grader.is_done(done.ticket) for done in samples.values())
 
-    def wait(self, draw_indices: Sequence[int]) -> None:
-        """Wait until one more sample of these draws is graded, or an environment answers or is late."""
-        open_samples = chain.from_iterable(self._draws[draw_index].samples.values() for draw_index in draw_indices)
-        tickets = [sample.ticket for sample in open_samples]
+    def wait(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+        """Wait until one more sample of these draws is graded, or an environment answers or is late.
+
+        Where the engine's background may go on it makes a step instead, and the answers that have come are taken.
+        """
         self.share.report_progress()
         futures = self.turns.futures()
         with self.timer.stage("tools" if futures else "grading"):
-            self.grader.wait_any(tickets, futures, POLL_SECONDS if futures else None)
+            seconds = 0.0 if self.fills_waits and engine.step_background() else POLL_SECONDS if futures else None
+            self.grader.wait_any(self._tickets(draw_indices), futures, seconds)
+
+    def use_wait(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+        """Let the engine's background go on, where it may, until these draws are graded or it has nothing to do."""
+        tickets = self._tickets(draw_indices)
+        with self.timer.stage("grading"):
+            while self.fills_waits and not all(map(self.grader.is_done, tickets)) and engine.step_background():
+                self.grader.wait_any(tickets, timeout=0.0)
+
+    def _tickets(self, draw_indices: Sequence[int]) -> list[GradeTicket]:
+        """Of this rank's samples of some open draws that have ended."""
+        return [sample.ticket for draw_index in draw_indices for sample in self._draws[draw_index].samples.values()]
 
     def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:
         """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.

@@ -51,7 +51,11 @@ class RolloutContext:
     def collector(
         self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
     ) -> Collector:
-        """The collector of one rollout; see `Collector`."""
+        """The collector of one rollout; see `Collector`.
+
+        On a CPU the decoder's background leaves waits to graders and environments that compute on the same one.
+        """
+        is_shared = self.grader.computes_here or self.turns.computes_here
         return Collector(
             self.grader,
             self.turns,
@@ -63,6 +67,7 @@ class RolloutContext:
             on_progress=on_progress,
             timer=timer,
             share=self.share,
+            fills_waits=not is_shared or self.engine.runner.model.device.type != "cpu",
         )
 
     def started(self, prompt: Prompt) -> Prompt:
