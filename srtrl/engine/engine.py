@@ -16,6 +16,7 @@ from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.page_pool import PagePool
+from srtrl.engine.plain_steps import PlainSteps
 from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
@@ -77,6 +78,7 @@ class Engine:
         )
         self.policy_version = 0
         self.stats = EngineStats()
+        self.plain_steps = PlainSteps(options.slots)
         self._num_rows = 0
         """Rows of the last step without those of the background."""
         self._compile_kernels = compile_kernels
@@ -194,7 +196,7 @@ class Engine:
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
-        self.drafter.finish(slots, [None] * len(slots))
+        self._give_up(slots)
         for sample in ended:
             if not sample.extensions:
                 self.drafter.learn_texts({key_of(sample.request): {sample.request.rng_key: sample.token_ids}})
@@ -222,8 +224,8 @@ class Engine:
             yield
         finally:
             self._is_decoding = False
-            ended = list(self.scheduler.clear())
-            self.drafter.finish(ended, [None] * len(ended))
+            self._give_up(list(self.scheduler.clear()))
+            self.stats.add_saved(*self.plain_steps.take(self.control.cost))
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -262,9 +264,11 @@ class Engine:
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
         clock.lap("observe")
         self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
+        num = step.num_primaries
+        self.plain_steps.add_step(step.slots[:num], verified.num_new[:num], len(step.slots) - num + trees.num_nodes)
         completions = self._take_finished(verified)
         clock.lap("finish")
-        self._num_rows = step.num_primaries + trees.num_nodes
+        self._num_rows = num + trees.num_nodes
         self._record(step, trees, drafted, verified, clock)
         return completions
 
@@ -311,8 +315,9 @@ class Engine:
             background.max_rows(self._num_rows, is_alone=is_alone) if background.has_work else 0
         )
         if step.ended:
-            self.drafter.finish(list(step.ended), [None] * len(step.ended))
+            self._give_up(list(step.ended))
         if step.started:
+            self.plain_steps.start(step.started)
             slots = np.array([sample.slot for sample in step.started])
             requests = [
                 replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
@@ -382,8 +387,14 @@ class Engine:
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
             completions.append(None if sample.is_background else self._completion(sample, finish_reason))
         known = [None if c is None or c.request.has_turns else c for c in completions]  # a paused one is not complete
+        self.plain_steps.end(verified.slots[ended].tolist())
         self.drafter.finish(verified.slots[ended].tolist(), known)
         return [completion for completion in completions if completion is not None]
+
+    def _give_up(self, slots: Sequence[int]) -> None:
+        """Samples have lost these slots unfinished."""
+        self.plain_steps.end(slots)
+        self.drafter.finish(slots, [None] * len(slots))
 
     def _completion(self, sample: Sample, finish_reason: FinishReason | None = None) -> Completion:
         """The response of a sample up to where it has left its slot, or has got it."""
