@@ -175,7 +175,7 @@ class Collector:
     """Number of policy updates before the rollout."""
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
-    """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
+    """Counts decoding as `rollout`, and waiting while no sample decodes as `grading` or `tools`."""
     share: Share = field(default_factory=Share)
     """What this process takes of the rollout; its counter `finished` counts samples."""
     fills_waits: bool = True
