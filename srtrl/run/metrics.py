@@ -271,7 +271,7 @@ class Saved(NamedTuple):
     """None where no decode step was measured."""
 
     def __str__(self) -> str:
-        """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
+        """How many times fewer, and the seconds: `1.4x fewer steps, ~1.2 s lost`."""
         return ", ".join(part for part in (self.ratio, self.time) if part)
 
     @property
@@ -281,8 +281,8 @@ class Saved(NamedTuple):
 
     @property
     def time(self) -> str:
-        """The seconds; nothing where they are not known."""
-        return "" if self.seconds is None else f"{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
+        """The seconds, an estimate; nothing where they are not known."""
+        return "" if self.seconds is None else f"~{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
 
 
 def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:
