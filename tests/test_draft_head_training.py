@@ -16,8 +16,7 @@ from srtrl.build import build_draft_head
 from srtrl.drafters.draft_head import length_of
 from srtrl.engine.head_drafts import FILE
 from srtrl.metrics import read_metrics
-from srtrl.model.attention import PackedPlan
-from srtrl.rollout.packing import pack
+from srtrl.rollout.packing import pack, sharing_order
 from srtrl.run.checkpoint import latest_checkpoint
 from srtrl.trainer.draft_head import Texts
 from srtrl.trainer.trainer import TrainingStoppedError
@@ -103,11 +102,12 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
     torch.nn.init.normal_(head.down)
     head.refresh(policy)
     sequences = update_cases.make_sequences(policy)
+    sequences = [sequences[index] for index in sharing_order(sequences)]
     [packed] = pack(sequences, 1000, "cpu")
-    hidden = policy(packed.token_ids, PackedPlan(packed.lengths, "cpu"))[packed.hidden_index].detach()
+    hidden = policy(packed.token_ids, packed.plan)[packed.hidden_index].detach()
     for first in (0, 3):  # two micro-batches
         part = next(pack(sequences[first : first + 3], 1000, "cpu"))
-        learner.see(policy(part.token_ids, PackedPlan(part.lengths, "cpu"))[part.hidden_index], part)
+        learner.see(policy(part.token_ids, part.plan)[part.hidden_index], part)
     texts = Texts(*map(torch.cat, zip(*learner._texts, strict=True)))
     learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in head.parameters()]
@@ -119,7 +119,7 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
         length = length_of(hidden[row : row + 1])
         state = hidden[row : row + 1] / length
         for depth, weight in enumerate((1 / 1.96, 0.6 / 1.96, 0.36 / 1.96), 1):
-            if row + depth >= len(hidden) or packed.hidden_index[row + depth] != packed.hidden_index[row] + depth:
+            if row + depth >= len(hidden) or packed.places[row + depth] != packed.places[row] + depth:
                 break
             state = head(state, head.embed(packed.target_ids[row + depth - 1 : row + depth]))
             logits = functional.linear(state * length, policy.head_weight.detach())[0] / update_cases.TEMPERATURE

@@ -32,7 +32,7 @@ from srtrl.trainer.passes import UpdateContext, fill
 from srtrl.types import TrainSequence
 
 pytestmark = FORKED
-BUDGET = 20
+BUDGET = 25
 """Tokens of a micro-batch: several in a mini-batch, of different sizes."""
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
 

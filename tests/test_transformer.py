@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from update_cases import random_shares
 
 from srtrl.model.attention import PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
@@ -173,17 +174,23 @@ def test_silu_of_a_row_does_not_depend_on_the_batch(dtype: torch.dtype, threads:
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     heads=st.sampled_from([(1, 1, 2), (2, 1, 5), (3, 3, 8), (6, 2, 8), (9, 3, 5)]),
     seed=st.integers(0, 99),
+    shares=st.booleans(),
 )
-def test_packed_attention_equals_the_reference(lengths: list[int], heads: tuple[int, int, int], seed: int) -> None:
+def test_packed_attention_equals_the_reference(
+    lengths: list[int], heads: tuple[int, int, int], seed: int, shares: bool
+) -> None:
+    """Of whole sequences, and of sequences that begin as the one before does."""
     num_heads, num_kv_heads, head_dim = heads
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(sum(lengths), sum(counts), head_dim, dtype=torch.float64, generator=generator)
+    shared = random_shares(lengths, seed) if shares else [0] * len(lengths)
+    plan = PackedPlan(lengths, "cpu", shared)
+    num_rows, path = sum(lengths) - sum(shared), torch.cat(plan.paths)
+    states = torch.randn(num_rows, sum(counts), head_dim, dtype=torch.float64, generator=generator)
     q, k, v, slope = (part.requires_grad_() for part in states.split_with_sizes(counts, dim=1))
-    plan = PackedPlan(lengths, "cpu")
     out = plan.attend(0, q, k, v)
-    expected = packed_attention_reference(lengths, q, k, v)
+    expected = packed_attention_reference(lengths, q, k[path], v[path], plan.num_added)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     gradients = torch.autograd.grad(out, (q, k, v), slope)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=0, atol=1e-11)
-    assert plan.positions.tolist() == [position for length in lengths for position in range(length)]
+    assert plan.positions[path].tolist() == [position for length in lengths for position in range(length)]
