@@ -46,10 +46,10 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.head_drafts import NoHeadDrafts
-from srtrl.engine.sampling import make_rng_key
+from srtrl.features.head_drafter import HeadDrafter
 from srtrl.features.partial import PartialDraws
 from srtrl.features.spec_rl import accept_prefixes
+from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection
@@ -213,8 +213,8 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
     """Decode new prompts of a run that has ended."""
     recipe = load_recipe(path, overrides)
     trainer = Trainer(build_parts(recipe, resume=True), console=Console(quiet=True))
-    engine, head, checkpoint = trainer.engine, trainer.engine.head_drafts, trainer.checkpoint
-    assert head.is_on, "the recipe has no draft head"
+    engine, head, checkpoint = trainer.engine, trainer.engine.drafter, trainer.checkpoint
+    assert isinstance(head, HeadDrafter), "the recipe has no draft head"
     assert checkpoint is not None, "the run has no checkpoint"
     trainer.restore(checkpoint)
     sampling = train_sampling(recipe, trainer.rollout_context.end_ids)
@@ -235,9 +235,9 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
     figures: Figures = {}
     for source, budget in product(SOURCES, budgets):
         drafter = build_drafter(no_phrases if "without" in source else recipe)
-        engine.drafter = NoDrafter() if source == "head" else drafter
-        engine.drafter.load(checkpoint)
-        engine.head_drafts = NoHeadDrafts() if source.startswith("srt") else head
+        drafter.load(checkpoint)
+        head.inner, head.cost = NoDrafter() if source == "head" else drafter, None
+        engine.drafter = drafter if source.startswith("srt") else head
         engine.control.fixed = budget
         list(engine.generate(requests))
         metrics = engine.take_metrics()

@@ -43,7 +43,7 @@ def build(device: str, *, num_layers: int, slots: int, cuda_graphs: bool = True)
     """A CUDA runner of Qwen2.5-1.5B with random weights, or of a tiny model on a CPU."""
     import torch
 
-    from srtrl.engine.cuda_runner import CudaRunner
+    from srtrl.cuda.runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.shapes import SHAPES
@@ -199,8 +199,9 @@ def draft_head(device: str) -> list[Row]:
 
     import numpy as np
 
-    from srtrl.drafters.draft_head import DraftHead, draft_chains
     from srtrl.engine.runner import timed_step
+    from srtrl.features.draft_head import DraftHead, draft_chains
+    from srtrl.features.draft_head_cuda import CudaGuesses
 
     rows = []
     runner = build(device, num_layers=2, slots=256)
@@ -212,11 +213,11 @@ def draft_head(device: str) -> list[Row]:
         runner.launch(timed_step(runner, num, 30, num), None)
         runner.wait(num)
         noise = (np.ones(num, np.int32), np.ones(num, np.float32), np.arange(num, dtype=np.uint64), np.arange(num))
-        found, seconds = [], []
+        guesses, found, seconds = CudaGuesses(head, runner, k=3, slots=num), [], []
         for _ in range(20 if device == "cuda" else 2):
             started = time.perf_counter()
-            runner.launch_head(head, 3, np.arange(num), *noise)
-            found.append(runner.wait_head()[0])
+            guesses.launch(np.arange(num), *noise)
+            found.append(guesses.wait()[0])
             seconds.append(time.perf_counter() - started)
         is_same = all((tokens == found[0]).all() for tokens in found)
         like_cpu = float((found[0] == draft_chains(on_cpu, runner.hidden[:num].cpu(), *noise, k=3)[0]).mean())

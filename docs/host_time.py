@@ -23,7 +23,7 @@ from h200 import H200_CURVE
 
 from srtrl.bench.measure import Row, alternate, publish
 from srtrl.bench.workload import Trace, check_completions, load_prompts, make_engine, prepare, share_out
-from srtrl.engine.cuda_runner import CudaRunner, PinnedCopy
+from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.rows import StepInputs, StepSize

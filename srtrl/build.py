@@ -6,29 +6,36 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import numpy as np
 import torch
 
 from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, resolve_drafter
-from srtrl.drafters.draft_head import DraftHead
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
-from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
+from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
+from srtrl.engine.warm_up import compile_kernels
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.adapters import load_policy, read_adapter
 from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
+from srtrl.features.draft_head import DraftHead
+from srtrl.features.draft_head_learner import DraftHeadLearner
+from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
 from srtrl.features.partial import PartialSampler
 from srtrl.features.sharing import RankShare
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_tokenizer, locate
+from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
@@ -41,7 +48,6 @@ from srtrl.run.place import StartFlags, run_path
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
-from srtrl.trainer.draft_head import DraftHeadLearner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
@@ -167,7 +173,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             columns=columns,
             learners=learners,
             saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids)],
-            drafts=[engine.head_drafts, engine.drafter],
+            drafts=[engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
             flags=flags,
@@ -369,10 +375,42 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
-        draft_head_tokens=rollout.draft_head.k if rollout.draft_head else 0,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
-    return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe), draft_head=draft_head)
+    runner, drafter = build_runner(model, options), build_drafter(recipe)
+    cost = StepCost(runner.row_edges(MAX_ROWS))
+    if rollout.draft_head is not None and draft_head is not None:
+        budget = cost if options.draft_budget == "auto" else None
+        headed = HeadDrafter(drafter, draft_head, runner, k=rollout.draft_head.k, slots=options.slots, cost=budget)
+        drafter = cast(DrafterBase, headed)
+    return Engine(
+        model,
+        options,
+        tokenizer=tokenizer,
+        drafter=drafter,
+        runner=runner,
+        cost=cost,
+        compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
+    )
+
+
+def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
+    """The runner for the policy's device, without pages yet; `options` say how long sequences may be.
+
+    Raises:
+        ValueError: Triton is not installed.
+    """
+    if policy.device.type == "cpu":
+        return CpuRunner(policy, options)
+    if find_spec("triton") is None:
+        raise ValueError(
+            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
+            "installation lacks: `pip install triton`, or run with device=cpu"
+        )
+    from srtrl.cuda.runner import CudaRunner
+
+    assert options.max_sequence_tokens is not None
+    return CudaRunner(policy, options, options.max_sequence_tokens)
 
 
 def number_of_slots(

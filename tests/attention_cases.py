@@ -9,16 +9,16 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
-from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs
+from srtrl.cuda.tiles import AttentionScratch, TiledRows, fill_tiles
+from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements
 from srtrl.model.paged_attention import KVCache, ReferencePlan, TreeRows
-from srtrl.model.tree_attention import AttentionScratch
 
 
 @dataclass(kw_only=True, slots=True)
 class TreeStep:
     """One step: its rows on the device, and how much it needs."""
 
-    rows: TreeRows
+    rows: TiledRows
     num_real: int
     """Rows without padding."""
     num_pages: int
@@ -53,12 +53,9 @@ def make_step(
         num_words=-(-max([1, *sizes]) // 32),
         table_width=width + 1,
         num_tables=num_tables + padding,
-        num_tiles=num_rows,
-        rows_per_tile=rows_per_tile,
     )
-    buffer = np.full(shape.num_elements, 123456789, np.int32)
+    buffer = np.full(num_elements(shape.fields()), 123456789, np.int32)
     inputs = StepInputs.of(buffer, shape)
-    inputs.split_keys[0] = split_keys
     batch = batch_arrays(
         token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),
         num_tokens=np.array(contexts, np.int64),
@@ -72,8 +69,11 @@ def make_step(
         for table, (start, count) in enumerate(chunks, len(contexts))
     ]
     fill_inputs(inputs, batch, np.arange(len(contexts)), trees, prefill, page_size)
-    tensors = {field.name: torch.from_numpy(getattr(inputs, field.name)).to(device) for field in fields(TreeRows)}
-    return TreeStep(rows=TreeRows(**tensors), num_real=num_real, num_pages=num_tables * width, lengths=lengths)
+    arrays = {field.name: getattr(inputs, field.name) for field in fields(TreeRows)}
+    arrays |= {"tiles": np.empty((num_rows, 4), np.int32), "split_keys": np.array([split_keys], np.int32)}
+    fill_tiles(arrays["tiles"], inputs, num_real, rows_per_tile)
+    rows = TiledRows(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+    return TreeStep(rows=rows, num_real=num_real, num_pages=num_tables * width, lengths=lengths)
 
 
 def make_cache(
@@ -106,7 +106,7 @@ def attend_by_kernel(
     rows_per_tile: int = 4,
 ) -> Tensor:
     """[N, H, E] of the first layer; zeros for padding."""
-    from srtrl.model.triton_attention import attend_tree
+    from srtrl.cuda.attention import attend_tree
 
     keys, values = cache.kernel_keys(0), cache.kernel_values(0)
     num_kv_heads = keys.shape[2]

@@ -52,7 +52,7 @@ class Repeater(DrafterBase):
             self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "'" * num_turns
             self.log.append(f"start {self.names[slot]}")
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         self.log.append(" ".join(["propose", *(self.names[slot] for slot in slots.tolist())]))
         sizes = np.where(np.isin(slots, list(self.last)), np.minimum(max_nodes, self.num_repeats), 0).tolist()
         return DraftTrees.of(

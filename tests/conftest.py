@@ -12,7 +12,8 @@ import hypothesis
 import pytest
 import torch
 
-from srtrl.engine.engine import compile_kernels
+from srtrl.engine.warm_up import compile_kernels
+from srtrl.features.head_drafter import wrap_for_warm_up
 from srtrl.model.cpu_threads import set_cpu_threads
 
 if not torch.cuda.is_available():
@@ -36,7 +37,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the CPU kernels, or find them in the cache, before the workers start: else each would compile them."""
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         set_cpu_threads(1)
-        compile_kernels(with_head=True)
+        compile_kernels(wrap=wrap_for_warm_up)
 
 
 @pytest.hookimpl(tryfirst=True)

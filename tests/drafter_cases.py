@@ -29,10 +29,12 @@ def start(drafter: DrafterBase, requests: Mapping[int, Request]) -> None:
     drafter.start(np.array(list(requests), np.int64), list(requests.values()))
 
 
-def propose(drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequence[int] = 8) -> list[DraftTree]:
+def propose(
+    drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequence[int] = 8, min_score: float = 0.0
+) -> list[DraftTree]:
     """Draft, and check what the engine relies on."""
     limits = np.array([max_nodes] * len(slots) if isinstance(max_nodes, int) else max_nodes, np.int64)
-    trees = drafter.propose(np.array(slots, np.int64), limits)
+    trees = drafter.propose(np.array(slots, np.int64), limits, min_score)
     check_trees(trees, limits, VOCAB, "the drafter")
     for tree in trees:
         siblings = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))

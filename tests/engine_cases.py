@@ -10,8 +10,8 @@ from page_cases import check_pages
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.sampling import make_rng_key
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.types import Completion, Purpose, Request, Response, SamplingParams
@@ -233,7 +233,7 @@ class FakeDrafter(DrafterBase):
             if not request.is_run_ahead:
                 self.ends.append(completion)
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         self.num_proposals += 1
         assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
         return DraftTrees.of(self._tree(*pair) for pair in zip(slots.tolist(), max_nodes.tolist(), strict=True))

@@ -10,9 +10,9 @@ from engine_cases import make_request, tiny_policy
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
+from srtrl.cuda.graphs import StepGraphs
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
-from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
@@ -22,7 +22,7 @@ from srtrl.model.paged_attention import ReferencePlan
 from srtrl.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from srtrl.engine.cuda_runner import CudaRunner, CudaStep
+    from srtrl.cuda.runner import CudaRunner, CudaStep
 
 
 def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 50) -> DraftTree:
@@ -145,7 +145,7 @@ def runner_policy() -> Transformer:
 
 def cuda_runner(policy: Transformer, **changes: object) -> "CudaRunner":
     """A runner as on a CUDA device, where the policy is."""
-    from srtrl.engine.cuda_runner import CudaRunner  # needs Triton, which macOS has not
+    from srtrl.cuda.runner import CudaRunner  # needs Triton, which macOS has not
 
     return CudaRunner(policy, runner_options(**changes), MAX_TOKENS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from srtrl.engine.cuda_graphs import StepGraphs
+from srtrl.cuda.graphs import StepGraphs
 
 DEVICE = torch.device("cuda")
 

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
-from srtrl.engine import cuda_runner as cuda_runner_module
-from srtrl.engine import engine as engine_module
-from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.cuda_shapes import MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
-from srtrl.engine.engine import make_runner
-from srtrl.engine.rows import StepShape, StepSize
+from srtrl import build
+from srtrl.cuda import runner as cuda_runner_module
+from srtrl.cuda.runner import CudaRunner
+from srtrl.cuda.shapes import MAX_SAMPLED_PROMPT_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
+from srtrl.cuda.tiles import H200
+from srtrl.engine.rows import StepSize, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import H200
 
 PLANNER = ShapePlanner(
     config_from_hf(SHAPES["qwen2.5-1.5b"]),
@@ -57,17 +56,18 @@ def test_padding_of_rows_is_bounded_and_its_edges_begin_fine_and_grow_coarser() 
 def test_every_step_fits_its_layout(rows: list[int], num_chunks: int, max_keys: int) -> None:
     num_sampled = sum(rows[: max(0, len(rows) - num_chunks)])
     size = size_of(*rows, num_sampled=num_sampled, max_keys=max_keys)
-    shape = PLANNER.shape(size)
+    launch = PLANNER.shape(size)
+    shape = launch.step
     assert shape.num_rows >= size.num_rows
     assert shape.num_tables >= len(rows)
     assert shape.table_width >= size.max_pages
     assert num_sampled <= shape.num_sampled <= shape.num_rows
     assert (shape.num_sampled == 0) == (num_sampled == 0)
-    assert shape.num_tiles >= sum(-(-count // (shape.block_m // PLANNER.group)) for count in rows)
+    assert launch.num_tiles >= sum(-(-count // (launch.block_m // PLANNER.group)) for count in rows)
     if num_sampled > 0 and size.num_rows - num_sampled <= MAX_SAMPLED_PROMPT_ROWS:
         assert shape.num_sampled == shape.num_rows
-    assert shape.num_elements <= PLANNER.largest().num_elements
-    assert shape.num_sampled <= PLANNER.largest().num_sampled
+    assert num_elements(launch.fields()) <= num_elements(PLANNER.largest().fields())
+    assert shape.num_sampled <= PLANNER.largest().step.num_sampled
 
 
 def test_shapes_are_few() -> None:
@@ -133,8 +133,8 @@ def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(monkeypatch: pyt
     runner, samples = graphed_samples()
     for num_rows in (1, 8, 1, 16, 16, 16):
         assert runner.time_step(num_rows, 9, 1) > 0
-    assert [shape.num_rows for shape in runner._steps] == [1, 16]
-    assert {key.num_rows for key in runner._graphs._graphs if isinstance(key, StepShape)} == {1, 8}
+    assert [shape.step.num_rows for shape in runner._steps] == [1, 16]
+    assert {key.step.num_rows for key in runner._graphs._graphs if isinstance(key, LaunchShape)} == {1, 8}
     samples.prefill()
     samples.check_step()
 
@@ -152,9 +152,9 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_missing_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
-    monkeypatch.setattr(engine_module, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
+    monkeypatch.setattr(build, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
-        make_runner(policy, EngineOptions(), 100)
+        build.build_runner(policy, EngineOptions())
 
 
 def test_a_step_without_memory_names_the_options_that_help() -> None:

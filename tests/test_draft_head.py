@@ -2,6 +2,7 @@
 
 from itertools import cycle, product
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,13 +16,16 @@ from test_engine_property import varied_requests
 from test_turns import converse, turn_requests
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_head import REFUSED, DraftHead, draft_chains, length_of, merge_chains
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
-from srtrl.engine.head_drafts import FILE, HeadDrafts
-from srtrl.engine.sampling import make_rng_key, uniform_noise
+from srtrl.engine.runner import EngineOptions, Runner
+from srtrl.engine.sampling import uniform_noise
+from srtrl.features.draft_head import REFUSED, DraftHead, draft_chains, length_of, merge_chains
+from srtrl.features.head_drafter import FILE, HeadDrafter
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 
 
@@ -37,6 +41,21 @@ def make_head(policy: Transformer, kind: str) -> DraftHead:
             head.fc.fill_(1e38)
             head.down.fill_(1e38)
     return head
+
+
+def head_engine(
+    policy: Transformer,
+    chosen: EngineOptions,
+    head: DraftHead,
+    *,
+    drafter: DrafterBase | None = None,
+    runner: Runner | None = None,
+    k: int = 3,
+) -> Engine:
+    """An engine whose drafter has a head, which always runs."""
+    runner = runner or CpuRunner(policy, chosen)
+    headed = cast(DrafterBase, HeadDrafter(drafter or NoDrafter(), head, runner, k=k, slots=chosen.slots))
+    return Engine(policy, chosen, tokenizer=Letters(), drafter=headed, runner=runner)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +75,7 @@ def test_tokens_are_those_without_drafts(
     accepted = 0.0
     for slots, num_pages in ((5, 10), (16, 70)):  # with few pages samples are preempted
         chosen = options(slots=slots, num_pages=num_pages, draft_budget=8)
-        engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter(), draft_head=make_head(policy, kind))
+        engine = head_engine(policy, chosen, make_head(policy, kind), drafter=drafter())
         for _ in range(2 if slots == 16 else 1):
             assert outputs(decode(engine, varied_requests())) == outputs(truth)
         metrics = engine.take_metrics()
@@ -70,7 +89,7 @@ def test_guesses_are_for_the_next_step_or_none(
     plain: tuple[Transformer, Completions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, truth = plain
-    engine = Engine(policy, options(draft_budget=8), tokenizer=Letters(), draft_head=make_head(policy, "random"))
+    engine = head_engine(policy, options(draft_budget=8), make_head(policy, "random"))
     rooms = cycle((8, 0))  # drafts in every second step alone
     monkeypatch.setattr(engine.control, "max_nodes", lambda *_: next(rooms))
     assert outputs(decode(engine, varied_requests())) == outputs(truth)
@@ -82,8 +101,7 @@ def test_turns_are_those_without_drafts(plain: tuple[Transformer, Completions]) 
     asked = turn_requests(num_samples=2, max_new_tokens=36)
     truth = converse(Engine(policy, options(slots=1), tokenizer=Letters()), asked)
     chosen = options(slots=5, num_pages=70, draft_budget=8, max_draft_nodes=8)
-    head = make_head(policy, "random")
-    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=SrtDrafter(), draft_head=head)
+    engine = head_engine(policy, chosen, make_head(policy, "random"), drafter=SrtDrafter())
     assert outputs(converse(engine, asked, np.random.default_rng(0))) == outputs(truth)
     assert engine.take_metrics()["engine/head_acceptance_depth_1"] > 0
 
@@ -93,13 +111,12 @@ def test_what_margins_were_worth_is_saved_and_read_for_any_k(
 ) -> None:
     policy, truth = plain
 
-    def head_drafts(k: int) -> tuple[Engine, HeadDrafts]:
-        chosen, head = options(draft_budget=4, draft_head_tokens=k), make_head(policy, "random")
-        engine = Engine(policy, chosen, tokenizer=Letters(), draft_head=head)
-        assert isinstance(engine.head_drafts, HeadDrafts)
-        return engine, engine.head_drafts
+    def with_head(k: int) -> tuple[Engine, HeadDrafter]:
+        engine = head_engine(policy, options(draft_budget=4), make_head(policy, "random"), k=k)
+        assert isinstance(engine.drafter, HeadDrafter)
+        return engine, engine.drafter
 
-    engine, saved = head_drafts(3)
+    engine, saved = with_head(3)
     saved.load(tmp_path)  # of a run that had no head
     decode(engine, varied_requests())
     saved.save(tmp_path)
@@ -111,7 +128,7 @@ def test_what_margins_were_worth_is_saved_and_read_for_any_k(
     saved.save(tmp_path)
     assert (rows[:, 0].sum((1, 2)) > 0).all()
     for k in (2, 3, 5):
-        engine, loaded = head_drafts(k)
+        engine, loaded = with_head(k)
         loaded.load(tmp_path)
         table = loaded.tables[purpose]
         assert (table[:3] == rows[:k]).all()

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from srtrl.build import build_draft_head
-from srtrl.drafters.draft_head import length_of
-from srtrl.engine.head_drafts import FILE
+from srtrl.features.draft_head import length_of
+from srtrl.features.draft_head_learner import Texts
+from srtrl.features.head_drafter import FILE
 from srtrl.metrics import read_metrics
 from srtrl.rollout.packing import pack, sharing_order
-from srtrl.run.checkpoint import latest_checkpoint
-from srtrl.trainer.draft_head import Texts
+from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.trainer import TrainingStoppedError
 
 NO_EVALUATION = {"before_and_after": False}

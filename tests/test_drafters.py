@@ -218,8 +218,7 @@ def test_nodes_that_the_step_has_no_rows_for_are_not_made() -> None:
         run(drafter, request(), [3, 7, token])
     start(drafter, {0: request()})
     (whole,) = propose(drafter, [0], 32)
-    drafter.min_score = 0.2
-    (part,) = propose(drafter, [0], 32)
+    (part,) = propose(drafter, [0], 32, 0.2)
     assert part.token_ids.tolist() == [3, 7, 8]
     assert set(part.token_ids.tolist()) < set(whole.token_ids.tolist())
     np.testing.assert_allclose(part.scores, whole.scores[:3], atol=0.25 * 0.2)
@@ -281,9 +280,7 @@ def test_a_sample_follows_the_run_ahead_on_its_key_up_to_the_first_difference() 
 def test_a_chain_ends_with_its_text_and_where_it_is_not_worth_a_row() -> None:
     drafter = with_run_ahead(TEXT[:5])
     start(drafter, {0: request(rng_key=4)})
-    drafter.min_score = 0.75
-    assert propose(drafter, [0])[0].token_ids.tolist() == TEXT[:2], "0.9 ** 3 is less"
-    drafter.min_score = 0.0
+    assert propose(drafter, [0], min_score=0.75)[0].token_ids.tolist() == TEXT[:2], "0.9 ** 3 is less"
     assert propose(drafter, [0])[0].token_ids.tolist() == TEXT[:5]
     observe(drafter, {0: TEXT[:5]})
     assert propose(drafter, [0])[0].num_nodes == 0

@@ -13,14 +13,14 @@ import torch
 from engine_cases import Completions, FakeDrafter, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import runner_policy, use_reference
-from test_draft_head import make_head
+from test_draft_head import head_engine, make_head
 
+from srtrl.build import build_runner
+from srtrl.cuda.graphs import StepGraphs
+from srtrl.cuda.runner import CudaRunner
+from srtrl.cuda.shapes import LaunchShape
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_head import DraftHead
-from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.engine import Engine, EngineOptions, make_runner
-from srtrl.engine.rows import StepShape
+from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request
@@ -29,14 +29,16 @@ PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
 
 
 def cuda_engine(
-    policy: Transformer, *, drafter: DrafterBase | None = None, draft_head: DraftHead | None = None, **changes: object
+    policy: Transformer, *, drafter: DrafterBase | None = None, head: str | None = None, **changes: object
 ) -> Engine:
-    """An engine as on a CUDA device."""
+    """An engine as on a CUDA device; `head`: see `make_head`."""
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
     runner = CudaRunner(policy, wanted, 32)
     if KERNEL_DEVICE == "cpu":
         use_reference(runner)
-    return Engine(policy, wanted, drafter=drafter, runner=runner, draft_head=draft_head)
+    if head is not None:
+        return head_engine(policy, wanted, make_head(policy, head), drafter=drafter, runner=runner)
+    return Engine(policy, wanted, drafter=drafter, runner=runner)
 
 
 def cuda_requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, **changes: Any) -> list[Request]:
@@ -99,8 +101,8 @@ def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str)
         wanted: dict[str, Any] = {"slots": slots, "num_pages": pages, "draft_budget": 4, "max_sequence_tokens": 32}
         on_cpu = runner_policy().cpu()
         engines = [
-            cuda_engine(policy, draft_head=make_head(policy, kind), **wanted),
-            Engine(on_cpu, options(**wanted), draft_head=make_head(on_cpu, kind)),
+            cuda_engine(policy, head=kind, **wanted),
+            head_engine(on_cpu, options(**wanted), make_head(on_cpu, kind)),
         ]
         accepted = []
         for engine in engines:
@@ -113,14 +115,14 @@ def test_tokens_and_guesses_of_a_draft_head_are_those_of_the_cpu_path(kind: str)
             assert pages is None or metrics["engine/preemptions"] > 0
         assert accepted[0] == (accepted[1] if small else pytest.approx(accepted[1], rel=0.2))
         assert (accepted[0]["engine/head_acceptance_depth_1"] > 0) == (kind == "random")
-        graphs = [key for key in runner_of(engines[0])._graphs._graphs if not isinstance(key, StepShape)]
+        graphs = [key for key in runner_of(engines[0])._graphs._graphs if not isinstance(key, LaunchShape)]
         assert 1 <= len(graphs) <= slots
 
 
 def test_steps_that_prepare_the_draft_head_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are compiled, and its graphs captured, in the host's time of the step before its guesses."""
     policy, events = runner_policy(), list[str]()
-    engine = cuda_engine(policy, draft_head=make_head(policy, "random"), draft_budget=4)
+    engine = cuda_engine(policy, head="random", draft_budget=4)
 
     def log(owner: object, name: str, event: Callable[[Any], str]) -> None:
         function = getattr(owner, name)
@@ -132,7 +134,7 @@ def test_steps_that_prepare_the_draft_head_spoil_no_measurement(monkeypatch: pyt
 
         monkeypatch.setattr(owner, name, logged)
 
-    log(engine.runner, "launch_head", lambda is_known: "known" if is_known else "new")
+    log(engine.runner, "run", lambda is_known: "known" if is_known else "new")
     log(engine.control, "record", lambda _: "recorded")
     log(engine, "step", lambda _: "step")
     decode(engine, cuda_requests())
@@ -180,7 +182,7 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
 @pytest.mark.gpu
 def test_pages_take_their_share_of_the_memory() -> None:
     policy = runner_policy().bfloat16()
-    assert isinstance(make_runner(policy, EngineOptions(), 100), CudaRunner)
+    assert isinstance(build_runner(policy, EngineOptions(max_sequence_tokens=100)), CudaRunner)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     large = 16_384  # tokens of a page: so few slots can use all memory

@@ -79,8 +79,8 @@ def test_history_comes_first_and_the_others_decode_in_lockstep() -> None:
 
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     class Greedy(Repeater):
-        def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
-            return super().propose(slots, max_nodes + 1)
+        def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
+            return super().propose(slots, max_nodes + 1, min_score)
 
     with pytest.raises(ValueError, match=r"Greedy proposed incorrect draft trees"):
         replay({"a": [[1, 1]]}, Greedy(), draft_budget=1)

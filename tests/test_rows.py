@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_cases import branch, kv_index, make_batch, random_trees, size_of
 
+from srtrl.cuda.tiles import fill_tiles
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs
+from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements, slices_of
 
 Row = tuple[int, int, int, int, int, list[int]]
 """Token, rotary position, KV index, context length, page table, and the draft nodes that it sees."""
@@ -72,10 +73,10 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
         num_words=max(1, -(-max_nodes // 32)),
         table_width=size.max_pages,
         num_tables=num_trees + num_chunks,
-        num_tiles=num_rows + padding,
-        rows_per_tile=rows_per_tile,
     )
-    garbage = random.integers(-(2**31), 2**31, shape.num_elements).astype(np.int32)  # what an earlier step left there
+    garbage = random.integers(-(2**31), 2**31, num_elements(shape.fields())).astype(
+        np.int32
+    )  # what an earlier step left there
     inputs = StepInputs.of(garbage, shape)
     fill_inputs(inputs, batch.arrays, slots, trees, chunks, page_size)
     bits = np.unpackbits(inputs.ancestors.view(np.uint8).reshape(shape.num_rows, -1), axis=1, bitorder="little")
@@ -98,19 +99,21 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
             part = rows[first : first + rows_per_tile]
             tiles.append([part[0], len(part), table, max(written[row] for row in part) + 1])
     tiles.sort(key=lambda tile: -tile[3])
-    assert inputs.tiles.tolist() == tiles + [[0, 0, 0, 0]] * (shape.num_tiles - len(tiles))
+    found_tiles = np.ones((num_rows + padding, 4), np.int32)
+    fill_tiles(found_tiles, inputs, num_rows, rows_per_tile)
+    assert found_tiles.tolist() == tiles + [[0, 0, 0, 0]] * (num_rows + padding - len(tiles))
 
 
 def test_addresses_are_aligned_apart_and_do_not_depend_on_the_number_of_sequences() -> None:
-    shape = StepShape(num_rows=13, num_sampled=7, num_words=3, num_tiles=5, table_width=9, num_tables=2)
-    few, many = shape.slices(), shape._replace(num_tables=8).slices()
+    shape = StepShape(num_rows=13, num_sampled=7, num_words=3, table_width=9, num_tables=2)
+    few, many = slices_of(shape.fields()), slices_of(shape._replace(num_tables=8).fields())
     assert {name: part.start for name, part in few.items()} == {name: part.start for name, part in many.items()}
     assert all(few[name] == many[name] for name in few if name != "page_tables")
     assert all(part.start % 32 == 0 for part in many.values())
     spans = sorted((part.start, part.stop) for part in many.values())
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert spans[-1][1] <= shape._replace(num_tables=8).num_elements
-    inputs = StepInputs.of(np.zeros(shape.num_elements, np.int32), shape)
+    assert spans[-1][1] <= num_elements(shape._replace(num_tables=8).fields())
+    inputs = StepInputs.of(np.zeros(num_elements(shape.fields()), np.int32), shape)
     for name, (dtype, size) in shape.fields().items():
         array = getattr(inputs, name)
         assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, size, True)

@@ -28,8 +28,8 @@ from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampling import make_rng_key
 from srtrl.model.attention import PackedPlan
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Request
@@ -166,7 +166,7 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     """For every promise: `test_incorrect_trees_are_refused`."""
 
     class Wild(DrafterBase):
-        def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
             tokens = np.full(len(slots), 61, np.int32)
             scores, offsets = np.ones(len(slots), np.float32), np.arange(len(slots) + 1)
             return DraftTrees(token_ids=tokens, parents=tokens * 0 + ROOT, scores=scores, offsets=offsets)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
-from srtrl.model.paged_attention import KVCache
-from srtrl.model.tree_attention import (
+from srtrl.cuda.tiles import (
     H200,
     SCRATCH_LANES,
     choose_block_m,
@@ -20,6 +19,7 @@ from srtrl.model.tree_attention import (
     choose_split_keys,
     programs_per_device,
 )
+from srtrl.model.paged_attention import KVCache
 
 
 def assert_agrees(step: TreeStep, cache: KVCache, q: Tensor, *, rtol: float, atol: float, **launch: int) -> None:

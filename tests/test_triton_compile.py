@@ -81,13 +81,14 @@ def main(everything: bool) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from srtrl.drafters.draft_head import DraftHead
-    from srtrl.engine.cuda_runner import CudaRunner
+    from srtrl.cuda.runner import CudaRunner
+    from srtrl.cuda.tiles import DeviceLimits, programs_per_device
     from srtrl.engine.runner import EngineOptions
+    from srtrl.features.draft_head import DraftHead
+    from srtrl.features.draft_head_cuda import CudaGuesses
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.shapes import SHAPES
     from srtrl.model.transformer import Transformer
-    from srtrl.model.tree_attention import DeviceLimits, programs_per_device
 
     found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
     launches: Counter[str] = Counter()
@@ -179,7 +180,7 @@ def main(everything: bool) -> None:
         head = DraftHead(policy, policy.dtype, vocabulary=2048, hidden=8, seed=0)
         head.read(policy)
         zeros: Any = np.zeros(64, np.int64)
-        runner.launch_head(head, DRAFT_TOKENS, zeros, zeros, zeros, zeros, zeros)
+        CudaGuesses(head, runner, k=DRAFT_TOKENS, slots=64).launch(zeros, zeros, zeros, zeros, zeros)
     json.dump({"kernels": list(found.values()), "step": counts}, sys.stdout)
 
 

@@ -14,11 +14,11 @@ from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from torch import Tensor
 from torch.nn import functional
 
+from srtrl.cuda.layers import add_rms_norm, fused_forward, gated_silu, move_kv, rope_and_store
+from srtrl.cuda.tiles import AttentionScratch
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.paged_attention import KVCache, ReferencePlan
 from srtrl.model.transformer import RopeConfig, RotaryTable, Transformer, rms_norm, rotate
-from srtrl.model.tree_attention import AttentionScratch
-from srtrl.model.triton_layers import add_rms_norm, fused_forward, gated_silu, move_kv, rope_and_store
 from srtrl.model.weights import init_model
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
-from srtrl.drafters.draft_head import REFUSED, _take_best
+from srtrl.cuda.jit import jit
+from srtrl.cuda.sampling import MARGIN, SamplingScratch, rough_gumbel, sample_rows_triton
 from srtrl.engine.sampling import sample_rows_reference, to_uniform
-from srtrl.engine.triton_sampling import MARGIN, SamplingScratch, rank_listed_triton, rough_gumbel, sample_rows_triton
-from srtrl.model.triton_jit import jit
+from srtrl.features.draft_head import REFUSED, _take_best
+from srtrl.features.draft_head_cuda import rank_listed_triton
 
 
 class Rows:

@@ -160,11 +160,11 @@ class NoiseDrafter(SrtDrafter):
 
     engine: Engine
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         batch = self.engine.batch
         assert (self._noise.rng_keys[slots] == batch.rng_keys[slots]).all()
         assert (self._noise.positions[slots] == batch.num_tokens[slots] - batch.num_prompt_tokens[slots]).all()
-        return super().propose(slots, max_nodes)
+        return super().propose(slots, max_nodes, min_score)
 
 
 def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transformer, Completions]]) -> None:

@@ -24,6 +24,7 @@ from engine_cases import decode, options, requests_for, tiny_policy
 from srtrl.drafters.srt import Drafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
+from srtrl.engine.warm_up import compile_kernels
 
 torch.set_num_threads(1)
 
@@ -41,7 +42,7 @@ filtered = [replace(one, sampling=replace(one.sampling, top_k=4)) for one in req
 ahead = [replace(one, is_run_ahead=True) for one in requests_for([(6,), (7, 8)], max_new_tokens=12, seed=1)]
 chosen, cost = options(draft_budget="auto", num_pages=60), StepCost(points=((1, 1.0), (2000, 1.0)))
 policy = tiny_policy(getattr(torch, sys.argv[1]), vocab_size=12)
-engine = Engine(policy, chosen, drafter=Drafter(), cost=cost)
+engine = Engine(policy, chosen, drafter=Drafter(), cost=cost, compile_kernels=compile_kernels)
 engine.warm_up()
 before = compiled()
 assert sum(before.values()) >= 12, before

@@ -49,7 +49,7 @@ def replay(
     from srtrl.bench.measure import format_cell, format_table
     from srtrl.bench.recorded import read_recorded
     from srtrl.bench.replay_loop import Replay, build_drafter
-    from srtrl.engine.engine import compile_kernels
+    from srtrl.engine.warm_up import compile_kernels
 
     built = build_drafter(drafter, drafter_options or ())
     recording = read_recorded(file, tokenizer=tokenizer, max_tokens=max_tokens)

@@ -158,7 +158,7 @@ class Replay:
         slots = np.array([one.slot for one in live])
         max_nodes = np.full(len(live), self._draft_budget)
         with self._clock("draft_seconds"):
-            trees = self._drafter.propose(slots, max_nodes)
+            trees = self._drafter.propose(slots, max_nodes, 0.0)
         check_trees(trees, max_nodes, MAX_VOCAB_SIZE, str(self._drafter))
         num_emitted = []
         for tree, one in zip(trees, live, strict=True):

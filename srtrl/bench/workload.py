@@ -12,11 +12,13 @@ import numpy as np
 
 from srtrl.bench.measure import Row, compare_pairs
 from srtrl.bench.recorded import RecordedPrompt, RecordedSample, Tokens, feed_drafter, merge_prompts, read_recorded
+from srtrl.build import build_runner
 from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.warm_up import compile_kernels
 from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.types import Completion, Request
 
@@ -158,7 +160,8 @@ def make_engine(
     options = EngineOptions(slots=slots, max_sequence_tokens=max_sequence_tokens, **changes)
     longest = max_sequence_tokens + options.max_draft_nodes
     pages = slots * -(-longest // options.page_size)
-    return Engine(policy, replace(options, num_pages=pages), runner=runner, cost=cost)
+    options, runner = replace(options, num_pages=pages), runner or build_runner(policy, options)
+    return Engine(policy, options, runner=runner, cost=cost, compile_kernels=compile_kernels)
 
 
 def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:

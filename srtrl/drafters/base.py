@@ -9,7 +9,7 @@ import numpy.typing as npt
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe.schema import Section
 from srtrl.resolve import resolve_class
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Purpose, Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -32,15 +32,14 @@ class DrafterBase:
     """
 
     Options: type[Section] = Section
+    drafts: bool = True
+    """Whether it ever drafts."""
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
     knows_noise: bool = True
     """Whether the tokens are those that the noise of their samples decides; not where recorded ones replace them."""
-    min_score: float = 0.0
-    """Nodes with a lower score are not worth a row of the coming step: the engine sets it before it calls `propose`,
-    which need not make them."""
 
     def __init__(self, options: Section | None = None) -> None:
         """Make a drafter; without options, with their defaults."""
@@ -50,18 +49,29 @@ class DrafterBase:
         """As errors name it."""
         return f"the drafter {type(self).__module__}.{type(self).__qualname__}"
 
+    def begin_rollout(self, purpose: Purpose) -> None:
+        """The samples that start next are of a new rollout, maybe of a policy with new weights."""
+
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Samples have got their slots [B].
 
         `request.is_run_ahead` marks a sample that is decoded for later drafts only.
         """
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return one tree for each of `slots` [B], of at most `max_nodes` [B] nodes; it may be empty.
 
-        Nodes come in order of falling score, so that the first n of a tree are its best n.
+        Nodes come in order of falling score, so that the first n of a tree are its best n. Those with a score below
+        `min_score` are not worth a row of the coming step, and need not be made.
         """
         raise NotImplementedError(f"{self} has no `propose`")
+
+    def prepare(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, rows: Int64Array) -> None:
+        """A step was verified: begin what can be computed for the next `propose` while the host does the rest.
+
+        `rows` [B]: the step's row that gave the last token of each slot, -1 where the sample has ended. For the others
+        see `observe`, which gets them too, later in the step.
+        """
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""

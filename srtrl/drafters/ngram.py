@@ -56,7 +56,7 @@ class Drafter(DrafterBase):
             self._texts[slot], self._positions[slot] = [], {}
             self._append(slot, request.prompt_token_ids)
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return a chain for each slot whose ending has occurred before."""
         return DraftTrees.of(
             self._chain(slot, min(limit, self.options.max_tokens))

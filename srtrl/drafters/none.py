@@ -7,6 +7,8 @@ from srtrl.drafters.draft_tree import DraftTrees
 class Drafter(DrafterBase):
     """See `srtrl.drafters.base.DrafterBase`."""
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    drafts = False
+
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return an empty tree for each slot."""
         return DraftTrees.empty(len(slots))

@@ -109,9 +109,9 @@ class Drafter(DrafterBase):
         self._is_drafted[slots] = False
         self._free_idle(self._max_bytes)
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft along the run-ahead that a slot follows, else from its prompt's trie."""
-        min_score = max(self.options.min_score, self.min_score)
+        min_score = max(self.options.min_score, min_score)
         followers = self._run_aheads.followers(slots)
         room = max_nodes
         if len(followers):

@@ -54,7 +54,7 @@ class Drafter(DrafterBase):
         self._own.start(slots, [TokenTrie() for _ in requests], inserts=True)
         self._own.extend(slots, *end_to_end([(START_TOKEN, *request.prompt_token_ids) for request in requests]))
 
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft after each suffix of both matches, and take for each slot the draft with the largest sum of scores."""
         drafts = [
             (row, room, cursor, trie)

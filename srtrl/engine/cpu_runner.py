@@ -2,15 +2,12 @@
 
 from dataclasses import fields
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from srtrl.drafters.draft_head import DraftHead, draft_chains
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words
+from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, num_ancestor_words, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
 from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
@@ -47,8 +44,8 @@ class CpuRunner(Runner):
             table_width=size.max_pages,
             num_tables=len(size.rows_per_sequence),
         )
-        if shape.num_elements > len(self._buffer):
-            self._buffer = np.zeros(2 * shape.num_elements, np.int32)
+        if num_elements(shape.fields()) > len(self._buffer):
+            self._buffer = np.zeros(2 * num_elements(shape.fields()), np.int32)
         return StepInputs.of(self._buffer, shape)
 
     @torch.inference_mode()
@@ -57,7 +54,7 @@ class CpuRunner(Runner):
         rows = TreeRows(**{field.name: torch.from_numpy(getattr(inputs, field.name)) for field in fields(TreeRows)})
         make_plan = ReferencePlan if self.model.dtype == torch.float64 else PagedPlan  # tests compute in float64
         hidden = self.model(rows.token_ids.long(), make_plan(self.cache, rows))  # [N, D]
-        self.hidden = hidden
+        self.inputs, self.hidden = inputs, hidden
         num_sampled = inputs.shape.num_sampled
         logits = self.model.logits(hidden[: self._padded(num_sampled)])[:num_sampled]  # [L, V]
         keys, positions = inputs.rng_keys.view(np.uint64), inputs.sample_positions.astype(np.int64)
@@ -86,15 +83,6 @@ class CpuRunner(Runner):
         """See `Runner`."""
         if len(moves):
             self.cache.move_indices(moves[:, 0], moves[:, 1])
-
-    def launch_head(self, head: DraftHead, k: int, rows: Int64Array, *noise: Any) -> bool:
-        """See `Runner`."""
-        self._chains = draft_chains(head, self.hidden[torch.from_numpy(rows)], *noise, k=k)
-        return True
-
-    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """See `Runner`."""
-        return self._chains
 
     @cached_property
     def min_rows(self) -> int:

@@ -288,11 +288,6 @@ class DraftControl:
         """Nodes of a lower score are not worth a row of the coming step."""
         return 0.0 if self.fixed is not None else self._of_class(num_sequences).score_floor
 
-    def seconds_per_token(self, num_sequences: int) -> float:
-        """Time in which a step of this many sequences without drafts gives a token; infinite where none is measured."""
-        is_measured = self.fixed is None and self.cost.is_known and not self.cost.is_fixed
-        return self.cost.seconds(num_sequences) / num_sequences if is_measured else float("inf")
-
     def choose(self, trees: DraftTrees, num_sequences: int, num_other_rows: int) -> Int64Array:
         """Choose the number of nodes of each tree that are verified; sets the score floor of the next step.
 

@@ -1,25 +1,21 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
-import torch
 
 from srtrl import ranks
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_head import DraftHead
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
-from srtrl.engine.head_drafts import HeadDrafts, NoHeadDrafts
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.page_pool import PagePool
+from srtrl.engine.plain_steps import PlainSteps
 from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
@@ -28,13 +24,9 @@ from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import read_config
-from srtrl.types import Completion, FinishReason, Purpose, Request, Response, SamplingParams
+from srtrl.types import Completion, FinishReason, Purpose, Request, Response
 
 __all__ = ["Engine", "EngineOptions"]
-
-WARM_UP_TOKENS = 24
-"""Length of the samples that warm up the kernels: enough for a trial of drafts."""
 
 
 class Engine:
@@ -49,11 +41,11 @@ class Engine:
         drafter: DrafterBase | None = None,
         runner: Runner | None = None,
         cost: StepCost | None = None,
-        draft_head: DraftHead | None = None,
+        compile_kernels: Callable[[bool], None] | None = None,
     ) -> None:
-        """`runner`: by default the one for the policy's device. `cost`: of a step; by default it is measured.
+        """`runner`: by default the one for a policy on a CPU. `cost`: of a step; by default it is measured.
 
-        `draft_head`: drafts beside the drafter, `options.draft_head_tokens` in a row.
+        `compile_kernels`: called before the first rollout, with whether it may draft (`warm_up.py`).
         """
         self.options = options
         self.stop_finder = StopFinder(tokenizer, policy.config.vocab_size)
@@ -65,7 +57,7 @@ class Engine:
                 f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json): lower "
                 "rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
-        self.runner = runner or make_runner(policy, options, self.max_sequence_tokens)
+        self.runner = runner or CpuRunner(policy, options)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
         self.batch = Batch(options.slots, self.max_sequence_tokens, self.pool, options.max_draft_nodes)
@@ -73,9 +65,6 @@ class Engine:
             self.batch, prefill_chunk_tokens=options.prefill_chunk_tokens, max_draft_nodes=options.max_draft_nodes
         )
         self.drafter = drafter or NoDrafter()
-        self.head_drafts = NoHeadDrafts()
-        if draft_head is not None:
-            self.head_drafts = HeadDrafts(draft_head, self.runner, k=options.draft_head_tokens, num_slots=options.slots)
         self.control = DraftControl(
             cost or StepCost(self.runner.row_edges(MAX_ROWS)),
             fixed=None if options.draft_budget == "auto" else options.draft_budget,
@@ -83,8 +72,10 @@ class Engine:
         )
         self.policy_version = 0
         self.stats = EngineStats()
+        self.plain_steps = PlainSteps(options.slots)
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
+        self._compile_kernels = compile_kernels
         self._is_warm = False
         self._is_decoding = False
 
@@ -106,8 +97,7 @@ class Engine:
     @property
     def is_off(self) -> bool:
         """Whether nothing is ever drafted."""
-        has_source = self.head_drafts.is_on or not isinstance(self.drafter, NoDrafter)
-        return not has_source or self.control.fixed == 0
+        return not self.drafter.drafts or self.control.fixed == 0
 
     @property
     def wants_run_aheads(self) -> bool:
@@ -203,6 +193,7 @@ class Engine:
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
+        self.plain_steps.end(slots)
         completions = [self._completion(sample) for sample in ended]
         run_aheads = [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions]
         self.drafter.finish(slots, [None if text.response.extensions else text for text in run_aheads])
@@ -224,13 +215,14 @@ class Engine:
             )
         self.warm_up()
         self.control.begin_rollout(purpose)
-        self.head_drafts.begin_rollout(purpose)
+        self.drafter.begin_rollout(purpose)
         self._is_decoding = True
         try:
             yield
         finally:
             self._is_decoding = False
             self._give_up(self.scheduler.clear())
+            self.stats.add_saved(*self.plain_steps.take(self.control.cost))
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -258,21 +250,20 @@ class Engine:
         sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
-        self.head_drafts.observe(trees, verified, self.stats)
         clock.lap("verify")
-        if drafted:  # the next step will draft, too: what the host does until then hides the time of the head
-            num = step.num_primaries
-            self.head_drafts.launch(self.batch, step.slots[:num], self.control.seconds_per_token(num))
-            clock.lap("propose")
+        self.drafter.prepare(verified.slots, verified.token_ids, verified.offsets, verified.rows)
+        clock.lap("propose")
         if trees.num_nodes:
             self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
         clock.lap("commit")
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
         clock.lap("observe")
         self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
+        num = step.num_primaries
+        self.plain_steps.add_step(step.slots[:num], verified.num_new[:num], len(step.slots) - num + trees.num_nodes)
         completions = self._take_finished(verified)
         clock.lap("finish")
-        self._num_rows = step.num_primaries + trees.num_nodes
+        self._num_rows = num + trees.num_nodes
         self._record(step, trees, drafted, verified, clock)
         return completions
 
@@ -311,13 +302,13 @@ class Engine:
         if step.ended:
             self._give_up(step.ended)
         if step.started:
+            self.plain_steps.start(step.started)
             slots = np.array([sample.slot for sample in step.started])
             requests = [
                 replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
                 for one in step.started
             ]
             self.drafter.start(slots, requests)
-            self.head_drafts.start(slots)
             resumed = [self.batch.generated(slot)[one.text_start :] for slot, one in zip(slots, requests, strict=True)]
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
@@ -335,12 +326,10 @@ class Engine:
         if max_nodes == 0:
             return DraftTrees.empty(len(step.slots)), False
         slots = step.slots[:num]
-        self.drafter.min_score = self.control.score_floor(num)
         # A sample that ends with its next token needs no draft.
         room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, max_nodes, 0)
-        proposed = self.drafter.propose(slots, room)
+        proposed = self.drafter.propose(slots, room, self.control.score_floor(num))
         check_trees(proposed, room, self.vocab_size, str(self.drafter))
-        proposed = self.head_drafts.merge(proposed, slots, room, self.drafter.min_score)
         clock.lap("propose")
         num_other_rows = len(step.slots) - num + step.num_prompt_rows
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
@@ -383,12 +372,14 @@ class Engine:
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
             completions.append(self._completion(sample, finish_reason))
         known = [None if c.request.has_turns else c for c in completions]  # a paused sample is not complete
+        self.plain_steps.end(verified.slots[ended].tolist())
         self.drafter.finish(verified.slots[ended].tolist(), known)
         return [completion for completion in completions if not completion.request.is_run_ahead]
 
     def _give_up(self, ended: Mapping[int, Sample]) -> None:
         """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
         texts = [self._completion(s) if s.request.is_run_ahead else None for s in ended.values()]
+        self.plain_steps.end(list(ended))
         self.drafter.finish(list(ended), texts)
 
     def _completion(self, sample: Sample, finish_reason: FinishReason | None = None) -> Completion:
@@ -442,7 +433,8 @@ class Engine:
         self._is_warm = True
         if not self.runner.is_asynchronous:
             set_cpu_threads()
-        compile_kernels(with_drafts=not self.is_off, with_head=self.head_drafts.is_on)
+        if self._compile_kernels is not None:
+            self._compile_kernels(not self.is_off)
         budgets_drafts = self.control.fixed is None
         if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.wants_run_aheads):
             return
@@ -452,49 +444,3 @@ class Engine:
             num_slots=slots,
             max_rows=slots * (1 + self.options.max_draft_nodes),
         )
-
-
-def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> Runner:
-    """The runner for the policy's device, without pages yet.
-
-    Raises:
-        ValueError: Triton is not installed.
-    """
-    if policy.device.type == "cpu":
-        return CpuRunner(policy, options)
-    if find_spec("triton") is None:
-        raise ValueError(
-            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
-            "installation lacks: `pip install triton`, or run with device=cpu"
-        )
-    from srtrl.engine.cuda_runner import CudaRunner
-
-    return CudaRunner(policy, options, max_sequence_tokens)
-
-
-@torch.no_grad()
-def compile_kernels(*, with_drafts: bool = True, with_head: bool = False) -> None:
-    """Compile (or load) all CPU kernels of a decode step, by two short rollouts on a model of one layer of zeros.
-
-    `with_drafts`: also those of the drafter `srt`; `with_head`: also those of a draft head.
-    """
-    config = replace(read_config("bundled:tiny"), num_hidden_layers=1, vocab_size=4)
-    policy = Transformer(config, torch.float32, "cpu")
-    for parameter in policy.parameters():
-        parameter.zero_()
-    options = EngineOptions(slots=2, max_sequence_tokens=WARM_UP_TOKENS, num_pages=16)
-    cost = StepCost(points=((1, 1.0), (MAX_ROWS, 1.0)))
-    head = DraftHead(policy, policy.dtype, vocabulary=4, hidden=1, seed=0) if with_head else None
-    engine = Engine(policy, options, drafter=SrtDrafter() if with_drafts else None, cost=cost, draft_head=head)
-    engine._is_warm = True
-    first = Request(
-        prompt_id="warm-up",
-        prompt_token_ids=(1, 2),
-        draw_index=0,
-        sample_index=0,
-        rng_key=0,
-        sampling=SamplingParams(max_new_tokens=WARM_UP_TOKENS - 2),
-    )
-    for is_run_ahead in (True, False):  # the second sample follows its run-ahead
-        list(engine.generate([first, replace(first, rng_key=1, is_run_ahead=is_run_ahead)]))
-        engine.end_step(has_new_weights=True)

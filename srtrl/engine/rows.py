@@ -8,8 +8,8 @@ tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 
 depth; accepted ones are later moved to where their depth belongs. So a row's ancestors in the tree are bits: bit
 i % 32 of word i // 32 for node i.
 
-Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks, W words, M tiles, P pages of a page
-table; all padded to the step's shape.
+Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks, W words, P pages of a page table; all
+padded to the step's shape.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ from srtrl.model.paged_attention import BITS_PER_WORD
 Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Fields = dict[str, tuple[type[Any], tuple[int, ...]]]
+"""Dtype and shape of each array of a buffer, in the order in which they lie there."""
 
 ALIGNMENT = 32
 """Elements: each array begins at a multiple of 128 bytes, so that a kernel is compiled for one alignment only."""
@@ -35,6 +37,27 @@ NO_KV_INDEX = -1
 def aligned(length: int) -> int:
     """The elements that an array of this length takes up in a buffer, so that the next one begins aligned."""
     return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def slices_of(fields: Fields) -> dict[str, slice]:
+    """Place of each array in the buffer, in int32 elements."""
+    places, offset = {}, 0
+    for name, (dtype, shape) in fields.items():
+        length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
+        places[name] = slice(offset, offset + length)
+        offset += aligned(length)
+    return places
+
+
+def num_elements(fields: Fields) -> int:
+    """Length of the buffer in int32 elements."""
+    return aligned(max(part.stop for part in slices_of(fields).values()))
+
+
+def views_of(buffer: Int32Array, fields: Fields) -> dict[str, Array]:
+    """The arrays in a buffer."""
+    slices = slices_of(fields)
+    return {name: buffer[slices[name]].view(dtype).reshape(size) for name, (dtype, size) in fields.items()}
 
 
 def num_ancestor_words(max_draft_nodes: int) -> int:
@@ -90,10 +113,7 @@ class StepSize:
 
 
 class StepShape(NamedTuple):
-    """Sizes of a step's input arrays, padding included, and how the GPU's kernels are launched over them.
-
-    Steps of one shape share the addresses of their inputs.
-    """
+    """Sizes of a step's input arrays, padding included. Steps of one shape share the addresses of their inputs."""
 
     num_rows: int
     """N."""
@@ -105,24 +125,9 @@ class StepShape(NamedTuple):
     """P."""
     num_tables: int
     """B. The page tables come last, so that no other address depends on it."""
-    num_tiles: int = 0
-    """M; 0 on a CPU, whose kernel needs none."""
-    rows_per_tile: int = 1
-    """Rows that share one tile of the GPU's attention kernel."""
-    block_m: int = 16
-    """Query rows of that kernel's matrix products: a tile's rows times the query heads of a key-value head, padded."""
-    num_splits: int = 1
-    """Parts into which that kernel splits the keys of a tile."""
-    max_moves: int = 0
-    """Room for moves of KV, which a GPU does first; a CPU has done them before the step."""
 
-    @property
-    def graph_key(self) -> "StepShape":
-        """Steps with the same key launch the same kernels over the same addresses."""
-        return self._replace(num_tables=0)
-
-    def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """Dtype and shape of each array of `StepInputs`, in the order in which they lie in the buffer."""
+    def fields(self) -> Fields:
+        """Those of `StepInputs`."""
         rows, sampled = (self.num_rows,), (self.num_sampled,)
         return {
             "rng_keys": (np.int64, sampled),
@@ -134,27 +139,8 @@ class StepShape(NamedTuple):
             "context_lengths": (np.int32, rows),
             "row_tables": (np.int32, rows),
             "ancestors": (np.int32, (self.num_rows, self.num_words)),
-            "tiles": (np.int32, (self.num_tiles, 4)),
-            "split_keys": (np.int32, (1,)),
-            "num_moves": (np.int32, (1,)),
-            "moves": (np.int32, (self.max_moves, 3)),
             "page_tables": (np.int32, (self.num_tables, self.table_width)),
         }
-
-    def slices(self) -> dict[str, slice]:
-        """Place of each array in the buffer, in int32 elements."""
-        places, offset = {}, 0
-        for name, (dtype, shape) in self.fields().items():
-            length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
-            places[name] = slice(offset, offset + length)
-            offset += aligned(length)
-        return places
-
-    @property
-    def num_elements(self) -> int:
-        """Length of the buffer in int32 elements."""
-        last: int = self.slices()["page_tables"].stop
-        return aligned(last)
 
 
 class StepInputs(NamedTuple):
@@ -180,26 +166,13 @@ class StepInputs(NamedTuple):
     ancestors: Int32Array
     """[N, W], bits of the draft nodes that the row sees, itself included; all 0 for a root or a prompt token. The key
     of node i lies at position context_length + i of the sequence."""
-    tiles: Int32Array
-    """[M, 4]: first row, number of rows, row of `page_tables`, and the largest number of positions that its rows see,
-    draft nodes of other branches included. Up to `rows_per_tile` adjacent rows of one sequence; those that see the most
-    positions come first, zeros for padding last."""
-    split_keys: Int32Array
-    """[1], keys of one split of the GPU's attention kernel; the runner sets it, and the two that follow."""
-    num_moves: Int32Array
-    """[1]."""
-    moves: Int32Array
-    """[max_moves, 3], what the step before has left to move; see `verify.plan_moves`."""
     page_tables: Int32Array
     """[B, P], pages of each sequence by position; entries after the last page are not read."""
 
     @classmethod
     def of(cls, buffer: Int32Array, shape: StepShape) -> "StepInputs":
-        """Views of `buffer`, [at least `shape.num_elements`]."""
-        slices = shape.slices()
-        return cls(
-            shape, *(buffer[slices[name]].view(dtype).reshape(size) for name, (dtype, size) in shape.fields().items())
-        )
+        """Views of `buffer`, [at least `num_elements`]."""
+        return cls(shape, *views_of(buffer, shape.fields()).values())
 
 
 @dataclass(slots=True, frozen=True)
@@ -236,12 +209,6 @@ def fill_inputs(
         _fill_chunk(inputs, row, table, chunk, page_size)
         row += len(chunk.token_ids)
     _fill_padding(inputs, row, len(slots) + trees.num_nodes)
-    if inputs.shape.num_tiles:
-        num_tiles = _fill_tiles(inputs, row)
-        # Programs start in this order: a long one that starts last would be waited for. (Numba takes seconds to sort.)
-        tiles = inputs.tiles[:num_tiles]
-        inputs.tiles[:num_tiles] = tiles[np.argsort(-tiles[:, 3], kind="stable")]
-        inputs.tiles[num_tiles:] = 0
 
 
 @numba.njit(cache=True, nogil=True)
@@ -309,28 +276,3 @@ def _fill_padding(inputs: StepInputs, num_rows: int, num_sampled: int) -> None:
             array[num_rows:] = 0
     for sampled in (inputs.rng_keys, inputs.sample_positions, inputs.temperatures):
         sampled[num_sampled:] = 0
-
-
-@numba.njit(cache=True, nogil=True)
-def _fill_tiles(inputs: StepInputs, num_rows: int) -> int:
-    """Cut the rows of each sequence into tiles, see `StepInputs.tiles`; returns their number.
-
-    A sequence's rows write to adjacent positions, and its first row sees its own position last: so the last row of a
-    tile writes as many positions after that as there are rows between them.
-    """
-    tiles, row_tables, rows_per_tile = inputs.tiles, inputs.row_tables, inputs.shape.rows_per_tile
-    tile, first = 0, 0
-    while first < num_rows:
-        end = first + 1
-        while end < num_rows and row_tables[end] == row_tables[first]:
-            end += 1
-        for start in range(first, end, rows_per_tile):
-            stop = min(start + rows_per_tile, end)
-            assert tile < len(tiles)
-            tiles[tile, 0] = start
-            tiles[tile, 1] = stop - start
-            tiles[tile, 2] = row_tables[first]
-            tiles[tile, 3] = inputs.context_lengths[first] + (stop - 1 - first)
-            tile += 1
-        first = end
-    return tile

@@ -1,6 +1,6 @@
 """The interface of the device that computes: one forward pass with sampling, and the KV cache.
 
-`cpu_runner.py` and `cuda_runner.py` implement it. A step: `inputs_for` gives the arrays, the engine fills them,
+`cpu_runner.py` and `srtrl/cuda/runner.py` implement it. A step: `inputs_for` gives the arrays, the engine fills them,
 `launch` queues the step, `wait` brings the sampled tokens, `move_kv` makes accepted drafts' KV contiguous.
 """
 
@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.drafters.draft_head import DraftHead
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.batch import Batch
 from srtrl.engine.page_pool import PagePool
@@ -45,8 +44,6 @@ class EngineOptions:
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
-    draft_head_tokens: int = 3
-    """Tokens that a draft head guesses in a row."""
     run_ahead_max_slowdown: float | None = 0.03
 
 
@@ -76,8 +73,10 @@ class Runner(ABC):
     is_asynchronous: ClassVar[bool]
     """Whether `launch` returns before the step is computed."""
     was_prepared = True
-    """Whether the last step, with `launch_head`, took no longer than such steps do: no compilation, no capture."""
+    """Whether the last step, with what was run after it, took no longer than such steps do: nothing was compiled."""
     cache: KVCache
+    inputs: StepInputs
+    """Of the last step."""
     hidden: Tensor
     """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""
 
@@ -103,27 +102,6 @@ class Runner(ABC):
     @abstractmethod
     def wait(self, num_sampled: int) -> SampledRows:
         """Wait for the launched step; returns the first `num_sampled` rows. Does not wait for 0 of them."""
-
-    @abstractmethod
-    def launch_head(
-        self,
-        head: DraftHead,
-        k: int,
-        rows: Int64Array,
-        token_ids: Int32Array,
-        temperatures: npt.NDArray[np.float32],
-        rng_keys: npt.NDArray[np.uint64],
-        positions: Int64Array,
-    ) -> bool:
-        """Queue the draft head's guesses after the last step's `rows` [C]; the others are those of `draft_chains`.
-
-        Returns:
-            Whether that was all: no kernel was compiled, and no graph captured.
-        """
-
-    @abstractmethod
-    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """Wait for the guesses that were launched last; see `draft_chains` for what it returns."""
 
     @property
     def num_pages(self) -> int:

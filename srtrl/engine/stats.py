@@ -1,5 +1,6 @@
 """Counts and seconds of decode steps, reported under `engine/`."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -69,10 +70,6 @@ class EngineStats:
     num_draft_nodes: int = 0
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
-    num_head_steps: int = 0
-    """Steps in which the draft head ran."""
-    head_accepted: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1 + MAX_DEPTH, np.int64))
-    """[1 + MAX_DEPTH], the draft head's guesses, and those that have the next 1, 2, ... tokens."""
     num_run_ahead_rows: int = 0
     num_draws: int = 0
     """Draws whose first sample was added."""
@@ -82,6 +79,10 @@ class EngineStats:
     num_slots: int = 0
     num_pages: int = 0
     num_preemptions: int = 0
+    num_plain_steps: int = 0
+    """Decode steps of the same samples without drafts."""
+    saved_seconds: float = 0.0
+    """By which decode steps took less than these, drafting not counted; NaN where no cost of a step is known."""
     seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(STAGES)))
     """By stage, in the order of `STAGES`."""
 
@@ -111,6 +112,11 @@ class EngineStats:
         for stage, seconds in clock.seconds.items():
             self.seconds[STAGE_NUMBERS[stage]] += seconds
 
+    def add_saved(self, num_plain_steps: int, saved_seconds: float) -> None:
+        """Count what drafts saved in a rollout, see `PlainSteps.take`."""
+        self.num_plain_steps += num_plain_steps
+        self.saved_seconds += saved_seconds
+
     def metrics(self, num_ranks: int = 1) -> dict[str, float]:
         """Flat metrics of this many engines; seconds are means over them."""
         decodes, drafts = max(self.num_decodes, 1), max(self.num_drafts, 1)
@@ -119,6 +125,7 @@ class EngineStats:
             "engine/pages": self.num_pages,
             "engine/preemptions": self.num_preemptions,
             "engine/decode_steps": self.num_steps,
+            "engine/steps_without_drafts": self.num_plain_steps,
             "engine/tokens": self.num_tokens,
             "engine/tokens_per_decode_step": self.num_tokens / decodes,
             "engine/verified_per_decode_step": 1 + self.num_draft_nodes / decodes,
@@ -130,14 +137,12 @@ class EngineStats:
         }
         for depth, num_drafts in enumerate(self.accepted_by_depth.tolist(), 1):
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts
-        if self.num_head_steps:
-            metrics["engine/head_steps_share"] = self.num_head_steps / self.num_steps
-            num_guesses, *counts = self.head_accepted.tolist()
-            for depth, count in enumerate(counts, 1):
-                metrics[f"engine/head_acceptance_depth_{depth}"] = count / max(num_guesses, 1)
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
+        if math.isfinite(self.saved_seconds):
+            draft_seconds = seconds["propose"] + seconds["choose"]
+            metrics["engine/saved_seconds"] = self.saved_seconds / num_ranks - draft_seconds
         if seconds["wait"]:
             metrics["engine/host_share"] = 1 - seconds["wait"] / sum(seconds.values())
         return metrics

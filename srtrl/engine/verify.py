@@ -23,6 +23,7 @@ from srtrl.model.kernels import inner
 Array = npt.NDArray[Any]
 
 RUNNING, STOPPED, MAX_LENGTH, NOT_FINITE = 0, 1, 2, 3
+NO_ROW = -1
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,6 +40,8 @@ class Verified:
     """The accepted node of each new token; `ROOT` for the last of a sequence, which needed none."""
     finish: npt.NDArray[np.int8]
     """[B], `RUNNING`, `STOPPED` or `MAX_LENGTH`."""
+    rows: Int64Array
+    """[B], the row of the step that gave the last token; `NO_ROW` where the sample has ended."""
 
     @property
     def num_new(self) -> Int64Array:
@@ -66,10 +69,10 @@ def verify(
     assert len(slots) + trees.num_nodes == len(sampled.token_ids)
     token_ids = np.empty(len(sampled.token_ids), np.int32)
     nodes = np.empty_like(token_ids)
-    offsets, finish = np.zeros(len(slots) + 1, np.int64), np.empty(len(slots), np.int8)
+    offsets, finish, rows = np.zeros(len(slots) + 1, np.int64), np.empty(len(slots), np.int8), np.empty_like(slots)
     drawn = (sampled.token_ids, sampled.logprobs)
     nodes_of_trees = (trees.token_ids, trees.parents, trees.offsets)
-    _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, offsets, finish)
+    _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, offsets, finish, rows)
     num_new = int(offsets[-1])
     verified = Verified(
         slots=slots,
@@ -77,6 +80,7 @@ def verify(
         offsets=offsets,
         nodes=nodes[:num_new],
         finish=finish,
+        rows=rows,
     )
     if batch.has_stop_strings[slots].any():
         assert stop_finder is not None
@@ -102,8 +106,9 @@ def _follow_trees(
     new_nodes: Array,
     new_offsets: Array,
     finish: Array,
+    last_rows: Array,
 ) -> None:
-    """See `verify`; the last four arguments are the fields of `Verified`, written."""
+    """See `verify`; the last five arguments are the fields of `Verified`, written."""
     node_tokens, parents, offsets = trees
     row_tokens, row_logprobs = sampled
     num_new = 0
@@ -125,6 +130,7 @@ def _follow_trees(
         batch.num_tokens[slot] = position
         new_offsets[b + 1] = num_new
         finish[b] = reason
+        last_rows[b] = row if reason == RUNNING else NO_ROW
 
 
 @inner
@@ -166,7 +172,7 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
             if stop_finder.ends(stops, text[: len(text) - cut]):
                 batch.num_tokens[slot] -= cut
                 keep[end - cut : end] = False
-                finish[b] = STOPPED
+                finish[b], verified.rows[b] = STOPPED, NO_ROW
                 verified.nodes[end - cut - 1] = ROOT
                 break
     kept = np.concatenate([[0], keep.cumsum()])

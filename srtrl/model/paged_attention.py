@@ -3,7 +3,7 @@
 A *KV index*, a place in the cache, is `page * page_size + offset`. A row sees the committed positions of its sequence
 (through the page table) and the draft nodes on its own branch, itself included (as bits); a prompt token or a root sees
 committed positions only. One token and one tree are the same code path. Here are the cache, the rows of a step, the
-reference in plain PyTorch and the kernel for CPUs; `triton_attention.py` has the one for CUDA devices.
+reference in plain PyTorch and the kernel for CPUs.
 
 In the CPU kernel each (row, key-value head) is one task that computes alone, in one fixed order: keys by absolute
 position, then the row's own branch of the draft tree by depth. So the output bits of a row do not depend on the batch
@@ -111,11 +111,6 @@ class TreeRows:
     ancestors: Tensor
     """[N, W], bits of the draft nodes that the row sees, itself included: bit i % 32 of word i // 32 for node i of its
     tree, whose key lies at position context_length + i of the sequence."""
-    tiles: Tensor
-    """[M, 4], read by the CUDA kernel alone: first row, number of rows, row of `page_tables`, number of positions that
-    its rows see at most."""
-    split_keys: Tensor
-    """[1], see `tree_attention.choose_split_keys`."""
     page_tables: Tensor
     """[B, P], pages of each sequence in order of position; entries after its last page are never read."""
 

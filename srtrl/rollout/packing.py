@@ -77,16 +77,17 @@ def pack(
     """
     shared = shared_tokens(sequences)
     added = [len(sequence.token_ids) - common for sequence, common in zip(sequences, shared, strict=True)]
-    rows_of_draw = Counter[int]()
+    rows_of_draws = Counter[int]()
     for sequence, num_rows in zip(sequences, added, strict=True):
-        rows_of_draw[sequence.draw_index] += num_rows
+        rows_of_draws[sequence.draw_index] += num_rows
     starts: list[int] = []  # the first sequence of each micro-batch
     sizes: list[int] = []  # and its rows
     for index, sequence in enumerate(sequences):
         _check(sequence, index, max_tokens)
-        num_rows = rows_of_draw.pop(sequence.draw_index, 0)  # at the first sequence of a draw
-        is_whole = added[index] <= num_rows <= max_tokens - shared[index]
-        if not sizes or sizes[-1] + (num_rows if is_whole else added[index]) > max_tokens:
+        rows_of_draw = rows_of_draws.pop(sequence.draw_index, 0)  # at its first sequence
+        if shared[index] + rows_of_draw > max_tokens:
+            rows_of_draw = 0  # no micro-batch takes all of it
+        if not sizes or sizes[-1] + max(rows_of_draw, added[index]) > max_tokens:
             starts.append(index)
             sizes.append(shared[index])
         sizes[-1] += added[index]

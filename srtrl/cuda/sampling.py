@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from srtrl.cuda.jit import jit
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2
-from srtrl.model.triton_jit import jit
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -84,35 +84,6 @@ def sample_rows_triton(
     )
 
 
-def rank_listed_triton(
-    logits: Tensor,
-    temperatures: Tensor,
-    rng_keys: Tensor,
-    positions: Tensor,
-    listed: Tensor,
-    out: tuple[Tensor, Tensor, Tensor],
-    *,
-    block: int = BLOCK,
-) -> None:
-    """Find the two listed tokens with the largest noisy logits of each row: a draft head's guesses.
-
-    The noise is that of `sample_rows_triton`, in float32 alone: a guess may miss by its error.
-
-    Args:
-        logits: [N, L], a row adjacent in memory, L listed tokens.
-        temperatures: [N] float32; 0 has no noise.
-        rng_keys: [N] int64.
-        positions: [N] int32.
-        listed: [L] int64, the tokens' ids.
-        out: [N] each, written: the best token (int32), the second best (int32, -1 where there is none), and how much
-            better the best one is (float32, NaN where a logit is not finite: then the tokens mean nothing).
-        block: Logits that a program takes at a time, a power of two.
-    """
-    rows = (logits, temperatures, rng_keys, positions)
-    options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
-    rank_listed[(len(logits),)](*rows, listed, *out, len(listed), logits.stride(0), **options)
-
-
 @jit
 def _mix(bits: tl.tensor) -> tl.tensor:
     """SplitMix64's finaliser, on uint64."""
@@ -122,7 +93,7 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+def noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
     """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampling.uniform_noise`."""
     rng_key = tl.load(rng_keys + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
@@ -154,7 +125,7 @@ def _exact_gumbel(bits: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _load_scaled(
+def load_scaled(
     logits: tl.tensor,
     temperature: tl.tensor,
     row: tl.tensor,
@@ -188,7 +159,7 @@ def rank_blocks(
     row, block = tl.program_id(0), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     temperature = tl.load(temperatures + row)
-    scaled = _load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
+    scaled = load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
     highest = tl.max(scaled, axis=0)
     # In a block of excluded tokens only, -inf - -inf would be NaN.
     weights = tl.exp(scaled - tl.where(highest == _MINUS_INFINITY, 0.0, highest))
@@ -196,7 +167,7 @@ def rank_blocks(
     tl.store(maxima + entry, highest)
     tl.store(sums + entry, tl.sum(weights, axis=0))
     if temperature > 0:  # padding is greedy: it pays for no noise
-        scaled += rough_gumbel(_noise_bits(rng_keys, positions, row, tokens))
+        scaled += rough_gumbel(noise_bits(rng_keys, positions, row, tokens))
     tl.store(best + entry, tl.max(scaled, axis=0))
 
 
@@ -236,8 +207,8 @@ def finish_rows(
     block = tl.min(tl.where(can_win, blocks, NUM_BLOCKS), axis=0)
     while block < NUM_BLOCKS:
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        scaled = _load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
-        gumbel = _exact_gumbel(_noise_bits(rng_keys, positions, row, tokens))
+        scaled = load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
+        gumbel = _exact_gumbel(noise_bits(rng_keys, positions, row, tokens))
         noisy = scaled.to(tl.float64) + tl.where(temperature > 0, gumbel, 0.0)
         highest_noisy = tl.max(noisy, axis=0)
         first = tl.min(tl.where(noisy == highest_noisy, tokens, vocab_size), axis=0)
@@ -246,55 +217,7 @@ def finish_rows(
         winning = tl.where(is_better, highest_noisy, winning)
         block = tl.min(tl.where(can_win & (blocks > block), blocks, NUM_BLOCKS), axis=0)
 
-    chosen = _load_scaled(logits, temperature, row, row_stride, winner, vocab_size)
+    chosen = load_scaled(logits, temperature, row, row_stride, winner, vocab_size)
     logprob = chosen.to(tl.float64) - highest.to(tl.float64) - tl.log(total.to(tl.float64))
     tl.store(out_tokens + row, winner)
     tl.store(out_logprobs + row, logprob.to(tl.float32))
-
-
-@jit
-def rank_listed(
-    logits: tl.tensor,
-    temperatures: tl.tensor,
-    rng_keys: tl.tensor,
-    positions: tl.tensor,
-    listed: tl.tensor,
-    out_best: tl.tensor,
-    out_second: tl.tensor,
-    out_margins: tl.tensor,
-    num_listed: tl.tensor,
-    row_stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """See `rank_listed_triton`; one program per row, each lane of which keeps the two best of its tokens."""
-    row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
-    high = tl.full((BLOCK,), float("-inf"), tl.float32)
-    low = high
-    best = tl.full((BLOCK,), 0, tl.int32) + num_listed  # index in the list; this one is none
-    second = best
-    broken = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_listed, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        inside = places < num_listed
-        value = _load_scaled(logits, temperature, row, row_stride, places, num_listed)
-        broken = tl.where(inside & ~(tl.abs(value) < float("inf")), 1, broken)
-        if temperature > 0:
-            tokens = tl.load(listed + places, mask=inside, other=0)
-            value += rough_gumbel(_noise_bits(rng_keys, positions, row, tokens))
-        is_best, is_second = value > high, value > low  # of equals the first
-        low = tl.where(is_best, high, tl.where(is_second, value, low))
-        second = tl.where(is_best, best, tl.where(is_second, places, second))
-        high = tl.where(is_best, value, high)
-        best = tl.where(is_best, places, best)
-    highest = tl.max(high, axis=0)
-    winner = tl.min(tl.where(high == highest, best, num_listed), axis=0)
-    left = tl.where(best == winner, low, high)
-    next_highest = tl.max(left, axis=0)
-    left_places = tl.where(best == winner, second, best)
-    runner_up = tl.min(tl.where(left == next_highest, left_places, num_listed), axis=0)
-    margin = tl.where(tl.max(broken, axis=0) != 0, float("nan"), highest - next_highest)
-    tl.store(out_best + row, tl.load(listed + tl.minimum(winner, num_listed - 1)).to(tl.int32))
-    other = tl.load(listed + tl.minimum(runner_up, num_listed - 1)).to(tl.int32)
-    tl.store(out_second + row, tl.where(runner_up < num_listed, other, -1))
-    tl.store(out_margins + row, margin)

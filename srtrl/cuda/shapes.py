@@ -4,13 +4,16 @@ A captured graph runs one shape only, and a step costs what its shape costs, rea
 shapes, and each is little larger than what it is for. Pure arithmetic on the host; nothing here looks at a device.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
+from srtrl.cuda.tiles import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
 from srtrl.engine.draft_budget import MAX_ROWS
-from srtrl.engine.rows import StepShape, StepSize, num_ancestor_words
+from srtrl.engine.rows import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
 from srtrl.model.transformer import ModelConfig
-from srtrl.model.tree_attention import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
 
 MAX_GRAPH_ROWS = 2048
 """Larger steps are not captured: they keep the device busy for longer than it takes to launch them."""
@@ -22,6 +25,35 @@ shapes are worth more than the time of their logits."""
 MIN_TABLE_TOKENS = 8192
 """Page tables are not made for fewer positions than this, if there are sequences as long: so narrow a table (2 KiB a
 sequence with pages of 16) is copied in no time, and one width serves a whole rollout."""
+
+
+class LaunchShape(NamedTuple):
+    """Sizes of a step, padding included, and how the kernels are launched over it."""
+
+    step: StepShape
+    num_tiles: int
+    """M."""
+    rows_per_tile: int = 1
+    """Rows of a sequence that share one tile of the attention kernel."""
+    block_m: int = 16
+    """Query rows of that kernel's matrix products: a tile's rows times the query heads of a key-value head, padded."""
+    num_splits: int = 1
+    """Parts into which that kernel splits the keys of a tile."""
+
+    @property
+    def graph_key(self) -> "LaunchShape":
+        """Steps with the same key launch the same kernels over the same addresses."""
+        return self._replace(step=self.step._replace(num_tables=0))
+
+    def fields(self) -> Fields:
+        """What a step copies to the device: `TiledRows.tiles` and `split_keys`, moves of KV, and `StepInputs`."""
+        return {
+            "tiles": (np.int32, (self.num_tiles, 4)),
+            "split_keys": (np.int32, (1,)),
+            "num_moves": (np.int32, (1,)),
+            "moves": (np.int32, (MAX_ROWS, 3)),
+            **self.step.fields(),
+        }
 
 
 class ShapePlanner:
@@ -52,20 +84,19 @@ class ShapePlanner:
         drafts = MAX_ROWS if options.draft_budget == "auto" else options.slots * options.draft_budget
         self._max_rows = options.slots + options.prefill_chunk_tokens + max(MAX_ROWS, drafts)
 
-    def largest(self) -> StepShape:
+    def largest(self) -> LaunchShape:
         """A shape that no step exceeds in any of its sizes."""
         rows = padded_rows(self._max_rows)
-        return StepShape(
+        step = StepShape(
             num_rows=rows,
             num_sampled=rows,
             num_words=self.num_words,
             table_width=self.max_table_width,
             num_tables=padded_rows(self._max_tables),
-            num_tiles=rows,
-            max_moves=MAX_ROWS,
         )
+        return LaunchShape(step, num_tiles=rows)
 
-    def shape(self, size: StepSize) -> StepShape:
+    def shape(self, size: StepSize) -> LaunchShape:
         """The bucket of a step."""
         assert size.max_keys <= self.max_positions
         rows_per_sequence = size.rows_per_sequence
@@ -84,12 +115,15 @@ class ShapePlanner:
             block_m=block_m, head_dim=self._head_dim, dtype=self._dtype, device=self._device
         )
         table_width = padded_width(size.max_pages, self.max_table_width, -(-MIN_TABLE_TOKENS // self.page_size))
-        return StepShape(
+        step = StepShape(
             num_rows=num_rows,
             num_sampled=num_sampled,
             num_words=self.num_words,
             table_width=table_width,
             num_tables=padded_rows(num_sequences),
+        )
+        return LaunchShape(
+            step,
             num_tiles=num_tiles,
             rows_per_tile=rows_per_tile,
             block_m=block_m,
@@ -101,7 +135,6 @@ class ShapePlanner:
                 mean_keys=float(size.num_keys.mean()),
                 padded_keys=table_width * self.page_size,
             ),
-            max_moves=MAX_ROWS,
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from srtrl import ranks
-from srtrl.drafters.draft_head import DraftHead, length_of
+from srtrl.features.draft_head import DraftHead, length_of
 from srtrl.model.logprobs import chunk_tokens
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe

@@ -8,30 +8,25 @@ The same path runs on a CPU under Triton's interpreter, kernel by kernel, for te
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.drafters.draft_head import BEST, REFUSED, SECOND, DraftHead
-from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, ShapePlanner, padded_rows, row_edges
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, aligned
+from srtrl.cuda.graphs import StepGraphs
+from srtrl.cuda.layers import fused_forward, move_kv
+from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
+from srtrl.cuda.shapes import MAX_GRAPH_ROWS, LaunchShape, ShapePlanner, row_edges
+from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, choose_split_keys, fill_tiles
+from srtrl.engine.rows import Array, Int32Array, StepInputs, StepSize, aligned, num_elements, slices_of, views_of
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
-from srtrl.engine.triton_sampling import SamplingScratch, rank_listed_triton, sample_rows_triton
 from srtrl.model.attention import copy_to_device
-from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import H200, AttentionScratch, DeviceLimits, choose_split_keys
-from srtrl.model.triton_layers import fused_forward, move_kv
-
-Array = npt.NDArray[Any]
 
 NO_MOVES = np.empty((0, 3), np.int32)
 
@@ -77,11 +72,13 @@ class PinnedCopy:
 class CudaStep:
     """The views of one shape of step, which are kept: to make them takes longer than to fill them."""
 
+    shape: LaunchShape
+    host: dict[str, Array]
+    """The arrays of `LaunchShape.fields` on the host; among them those of `inputs`."""
     inputs: StepInputs
-    """On the host."""
     results: SampledRows
     """The results on the host, [L]."""
-    rows: TreeRows
+    rows: TiledRows
     """On the device, as all that follow."""
     temperatures: Tensor
     """[L] float32."""
@@ -92,65 +89,13 @@ class CudaStep:
     num_moves: Tensor
     """[1] int32."""
     moves: Tensor
-    """[max_moves, 3] int32."""
+    """[MAX_ROWS, 3] int32, what the step before has left to move; see `verify.plan_moves`."""
     hidden: Tensor
     """[N, D], written."""
     tokens: Tensor
     """[L] int32, written."""
     logprobs: Tensor
     """[L] float32, written."""
-
-
-class CudaHead:
-    """Inputs and guesses of a draft head at fixed addresses; letters as in `srtrl/drafters/draft_head.py`."""
-
-    def __init__(self, head: DraftHead, k: int, num_slots: int, hidden: Tensor) -> None:
-        """For up to `num_slots` sequences after rows of `hidden`."""
-        self.head, self.k, self._hidden = head, k, hidden
-        self._width = aligned(padded_rows(num_slots))
-        self._staging = PinnedCopy((5 + k) * self._width, hidden.device)
-        self._guesses = PinnedCopy(3 * k * self._width, hidden.device)
-        self._num = 0
-
-    def fill(self, rng_keys: npt.NDArray[np.uint64], temperatures: npt.NDArray[np.float32], *numbers: Array) -> None:
-        """Write the inputs of C sequences, [C] each and positions [K, C], and queue their copy."""
-        self._staging.wait()
-        self._num = num = len(rng_keys)
-        staging = self._staging.host.numpy().reshape(-1, self._width)
-        staging[:2].reshape(-1).view(np.uint64)[:num] = rng_keys
-        staging[2] = 0  # the rest is greedy, after a row and a token that exist
-        staging[2].view(np.float32)[:num] = temperatures
-        for row, values in zip(staging[3:], np.vstack(numbers), strict=True):
-            row[:num] = values
-        self._staging.upload(staging.size)
-
-    @torch.inference_mode()
-    def compute(self, num: int) -> None:
-        """Guess for the first `num` sequences, a number that graphs are made for."""
-        staging = self._staging.device.view(-1, self._width)
-        rng_keys = staging[:2].view(-1).view(torch.int64)[:num]
-        temperatures, (rows, last, *positions) = staging[2, :num].view(torch.float32), staging[3:, :num]
-
-        def take_best(depth: int, logits: Tensor) -> Tensor:
-            best, second, margins = self._guesses.device.view(self.k, 3, self._width)[depth, :, :num].unbind()
-            noise, listed = (temperatures, rng_keys, positions[depth]), self.head.token_ids
-            rank_listed_triton(logits, *noise, listed, (best, second, margins.view(torch.float32)))
-            return best
-
-        self.head.unroll(self._hidden.index_select(0, rows), last, self.k, take_best)
-
-    def download(self) -> None:
-        """Queue the copy of the guesses."""
-        self._guesses.download(self._guesses.host.numel())
-
-    def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """See `Runner.wait_head`."""
-        self._guesses.wait()
-        guesses = self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num].transpose(2, 0, 1)
-        tokens, margins = guesses[..., [BEST, SECOND]], guesses[..., 2].copy().view(np.float32)
-        is_refused = np.isnan(margins)
-        tokens[np.logical_or.accumulate(is_refused, axis=1)], margins[is_refused] = REFUSED, np.inf
-        return tokens, margins
 
 
 class CudaRunner(Runner):
@@ -173,18 +118,17 @@ class CudaRunner(Runner):
                 num_multiprocessors=properties.multi_processor_count,
                 shared_bytes=properties.shared_memory_per_multiprocessor,
             )
-        self._num_slots = options.slots
         self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """The device's work in a step; tests replace it by plain PyTorch."""
         self._graphs = StepGraphs(device if is_cuda and options.cuda_graphs else None)
-        self._steps: OrderedDict[StepShape, CudaStep] = OrderedDict()
+        self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
         """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
-        self._staging = PinnedCopy(largest.num_elements, device)
-        self._results = PinnedCopy(2 * aligned(largest.num_sampled), device)
-        self.hidden = torch.zeros(largest.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
+        self._staging = PinnedCopy(num_elements(largest.fields()), device)
+        self._results = PinnedCopy(2 * aligned(largest.step.num_sampled), device)
+        self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # A table of its own: the model's is made anew when the update needs a longer one.
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
@@ -193,7 +137,6 @@ class CudaRunner(Runner):
         self._moves: Int32Array = NO_MOVES
         self._addresses: tuple[int, ...] = ()
         self._step: CudaStep | None = None
-        self._head: CudaHead | None = None
         self._can_be_timed = True
         """Whether the next step takes its own time alone."""
 
@@ -207,12 +150,11 @@ class CudaRunner(Runner):
         step = self._step = self._steps.get(shape) or self._make_step(shape)
         self._steps.move_to_end(shape)
         self._staging.wait()
-        inputs, num_moves = step.inputs, len(self._moves)
-        inputs.split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
-        inputs.num_moves[0] = num_moves
-        inputs.moves[:num_moves] = self._moves
-        self._moves = NO_MOVES
-        return inputs
+        step.host["split_keys"][0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
+        step.host["num_moves"][0] = num_moves = len(self._moves)
+        step.host["moves"][:num_moves] = self._moves
+        self._moves, self._num_rows = NO_MOVES, size.num_rows
+        return step.inputs
 
     def move_kv(self, moves: Int32Array) -> None:
         """See `Runner`; they are the first thing that the next step does."""
@@ -229,13 +171,14 @@ class CudaRunner(Runner):
         step = self._step
         assert step is not None
         assert step.inputs is inputs, "these are not the inputs that were asked for last"
-        shape = inputs.shape
+        self.inputs, shape = inputs, inputs.shape
+        fill_tiles(step.host["tiles"], inputs, self._num_rows, step.shape.rows_per_tile)
         if self._may_have_moved:
             self._drop_graphs_if_moved()
         try:
-            self._staging.upload(shape.num_elements)
+            self._staging.upload(num_elements(step.shape.fields()))
             can_capture = shape.num_rows <= MAX_GRAPH_ROWS
-            is_prepared = self._graphs.run(shape.graph_key, partial(self.compute, step), can_capture=can_capture)
+            is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
             if filters is not None:
                 self._sample_filtered(step, filters)
         except torch.OutOfMemoryError as error:
@@ -259,31 +202,12 @@ class CudaRunner(Runner):
         token_ids, logprobs = results.token_ids[:num_sampled].copy(), results.logprobs[:num_sampled].copy()
         return SampledRows(token_ids=token_ids, logprobs=logprobs)
 
-    def launch_head(
-        self,
-        head: DraftHead,
-        k: int,
-        rows: Int64Array,
-        token_ids: Int32Array,
-        temperatures: npt.NDArray[np.float32],
-        rng_keys: npt.NDArray[np.uint64],
-        positions: Int64Array,
-    ) -> bool:
-        """See `Runner`; a graph for each padded number of sequences. Weights that move have dropped it before."""
-        if self._head is None or self._head.head is not head:
-            self._head = CudaHead(head, k, self._num_slots, self.hidden)
-        self._head.fill(rng_keys, temperatures, rows, token_ids, positions + np.arange(k)[:, None])
-        num = padded_rows(len(rows))
-        is_prepared = self._graphs.run((head, num), partial(self._head.compute, num))
+    def run(self, key: Hashable, compute: Callable[[], None]) -> bool:
+        """Compute something after the launched step; does not wait. See `StepGraphs.run`, also for what it returns."""
+        is_prepared = self._graphs.run(key, compute)
         self.was_prepared &= is_prepared  # the host's time is part of this step, the device's of the next one
         self._can_be_timed &= is_prepared
-        self._head.download()
         return is_prepared
-
-    def wait_head(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """See `Runner`."""
-        assert self._head is not None, "no head was launched"
-        return self._head.wait()
 
     @torch.inference_mode()
     def _compute_by_kernels(self, step: CudaStep) -> None:
@@ -297,8 +221,8 @@ class CudaRunner(Runner):
             self.cache,
             step.rows,
             rotary=self._rotary,
-            block_m=step.inputs.shape.block_m,
-            num_splits=step.inputs.shape.num_splits,
+            block_m=step.shape.block_m,
+            num_splits=step.shape.num_splits,
             scratch=self._attention,
             out=step.hidden,
         )
@@ -328,31 +252,35 @@ class CudaRunner(Runner):
         noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])
         sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
 
-    def _make_step(self, shape: StepShape) -> CudaStep:
+    def _make_step(self, shape: LaunchShape) -> CudaStep:
         """Views of a step of a new shape, kept until `MAX_STEPS` others were used more recently."""
         if len(self._steps) == MAX_STEPS:
             self._steps.popitem(last=False)
         dtypes: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
-        slices = shape.slices()
+        layout = shape.fields()
+        slices, host = slices_of(layout), views_of(self._staging.host.numpy(), layout)
         views = {
             name: self._staging.device[slices[name]].view(dtypes[dtype]).view(size)
-            for name, (dtype, size) in shape.fields().items()
+            for name, (dtype, size) in layout.items()
         }
-        width = aligned(shape.num_sampled)  # log-probs, too, begin where kernels expect it
+        num_sampled = shape.step.num_sampled
+        width = aligned(num_sampled)  # log-probs, too, begin where kernels expect it
         (host_tokens, host_logprobs), (tokens, logprobs) = (
-            results[: 2 * width].view(2, width)[:, : shape.num_sampled]
+            results[: 2 * width].view(2, width)[:, :num_sampled]
             for results in (self._results.host, self._results.device)
         )
         step = self._steps[shape] = CudaStep(
-            inputs=StepInputs.of(self._staging.host.numpy(), shape),
+            shape=shape,
+            host=host,
+            inputs=StepInputs(shape.step, *(host[name] for name in shape.step.fields())),
             results=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
-            rows=TreeRows(**{field.name: views[field.name] for field in fields(TreeRows)}),
+            rows=TiledRows(**{field.name: views[field.name] for field in fields(TiledRows)}),
             temperatures=views["temperatures"],
             rng_keys=views["rng_keys"],
             sample_positions=views["sample_positions"],
             num_moves=views["num_moves"],
             moves=views["moves"],
-            hidden=self.hidden[: shape.num_rows],
+            hidden=self.hidden[: shape.step.num_rows],
             tokens=tokens,
             logprobs=logprobs.view(torch.float32),
         )

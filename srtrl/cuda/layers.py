@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.model.paged_attention import KVCache, TreeRows
+from srtrl.cuda.attention import attend_tree
+from srtrl.cuda.jit import jit
+from srtrl.cuda.tiles import AttentionScratch, TiledRows
+from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Layer, Transformer
-from srtrl.model.tree_attention import AttentionScratch
-from srtrl.model.triton_attention import attend_tree
-from srtrl.model.triton_jit import jit
 
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
 _NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated_silu` takes
@@ -32,7 +32,7 @@ _PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
 def fused_forward(
     model: Transformer,
     cache: KVCache,
-    rows: TreeRows,
+    rows: TiledRows,
     *,
     rotary: Tensor,
     block_m: int,

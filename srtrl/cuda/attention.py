@@ -1,6 +1,6 @@
 """Paged tree attention on a CUDA device: one Triton kernel, and one that combines the splits of long contexts.
 
-A program takes one tile (up to R rows of one sequence, see `tree_attention.py`), one key-value head and one split of
+A program takes one tile (up to R rows of one sequence, see `tiles.py`), one key-value head and one split of
 the keys, and goes through the keys in blocks that begin at multiples of the block's size. What it carries along, for
 each of its M lanes (one query head of one row): the largest score so far, the sum of the weights 2**(score - largest),
 and the values so weighted and summed, [M, WIDTH]. Scores are in units of log 2. Heads of E numbers are padded to WIDTH,
@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.model.paged_attention import TreeRows
-from srtrl.model.tree_attention import MAX_NUM_SPLITS, NUM_THREADS, AttentionScratch, keys_at_once, max_registers
-from srtrl.model.triton_jit import jit
+from srtrl.cuda.jit import jit
+from srtrl.cuda.tiles import MAX_NUM_SPLITS, NUM_THREADS, AttentionScratch, TiledRows, keys_at_once, max_registers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -35,7 +34,7 @@ def attend_tree(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: TreeRows,
+    rows: TiledRows,
     out: Tensor,
     *,
     scratch: AttentionScratch,

@@ -1,17 +1,23 @@
-"""Launch sizes of the tree attention of a decode step on a CUDA device: arithmetic on the host, without Triton.
+"""Launch sizes of the tree attention of a decode step on a CUDA device: work of the host, without Triton.
 
 Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
-the kernel (`triton_attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
+the kernel (`attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
 several programs share the keys of a tile. How many is part of a captured graph, so there are few such numbers; the keys
 of one split are read from the device.
 
-What the kernel reads is `paged_attention.TreeRows`; the reference in plain PyTorch is `ReferencePlan` there.
+What the kernel reads is `TiledRows`; the reference in plain PyTorch is `paged_attention.ReferencePlan`. M tiles.
 """
 
 import math
 from dataclasses import dataclass
 
+import numba
+import numpy as np
 import torch
+from torch import Tensor
+
+from srtrl.engine.rows import Int32Array, StepInputs
+from srtrl.model.paged_attention import TreeRows
 
 KEY_BLOCK = 64
 """Keys that the kernel reads at once; blocks begin at multiples of it."""
@@ -36,6 +42,51 @@ NUM_THREADS = 128
 LARGEST_BLOCK_M = 64
 WIDE_BLOCK_M = 32
 """The same for heads of more than 128 numbers: with 64 lanes these would need more shared memory than Ampere has."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TiledRows(TreeRows):
+    """The rows of a step for the kernel."""
+
+    tiles: Tensor
+    """[M, 4]: first row, number of rows, row of `page_tables`, and the largest number of positions that its rows see,
+    draft nodes of other branches included. Those that see the most positions come first, zeros for padding last."""
+    split_keys: Tensor
+    """[1], see `choose_split_keys`."""
+
+
+def fill_tiles(tiles: Int32Array, inputs: StepInputs, num_rows: int, rows_per_tile: int) -> None:
+    """Write `TiledRows.tiles` [M, 4] of the first `num_rows` rows, up to `rows_per_tile` of one sequence in each."""
+    num_tiles = _cut_rows(tiles, inputs.row_tables, inputs.context_lengths, num_rows, rows_per_tile)
+    # Programs start in this order: a long one that starts last would be waited for. (Numba takes seconds to sort.)
+    tiles[:num_tiles] = tiles[np.argsort(-tiles[:num_tiles, 3], kind="stable")]
+    tiles[num_tiles:] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _cut_rows(
+    tiles: Int32Array, row_tables: Int32Array, context_lengths: Int32Array, num_rows: int, rows_per_tile: int
+) -> int:
+    """Cut the rows of each sequence into tiles; returns their number.
+
+    A sequence's rows write to adjacent positions, and its first row sees its own position last: so the last row of a
+    tile writes as many positions after that as there are rows between them.
+    """
+    tile, first = 0, 0
+    while first < num_rows:
+        end = first + 1
+        while end < num_rows and row_tables[end] == row_tables[first]:
+            end += 1
+        for start in range(first, end, rows_per_tile):
+            stop = min(start + rows_per_tile, end)
+            assert tile < len(tiles)
+            tiles[tile, 0] = start
+            tiles[tile, 1] = stop - start
+            tiles[tile, 2] = row_tables[first]
+            tiles[tile, 3] = context_lengths[first] + (stop - 1 - first)
+            tile += 1
+        first = end
+    return tile
 
 
 def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> int:

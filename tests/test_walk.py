@@ -1,0 +1,143 @@
+"""What one plain training step and one decode step run: how much there is to read. `pytest -s` prints the functions."""
+
+import ast
+import inspect
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from tiny_run import make_recipe, train
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "srtrl"
+PAGE = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+CORE = ("algorithms", "model", "drafters", "engine", "rollout", "trainer", "types.py")
+MAX_LINES = 2_500
+"""Code lines that a reader of both steps has before them."""
+PLAIN: dict[str, Any] = {
+    "rollout__drafter": "none",
+    "algorithm": {},
+    "eval": {"before_and_after": False},
+    "train__num_steps": 2,
+    "train__checkpoint_every": 2,
+}
+
+Functions = dict[tuple[str, str], int]
+"""File in the package and qualified name -> code lines."""
+
+
+class Walk:
+    """For `sys.setprofile`: the code of the package that is entered inside one call of a function, in order."""
+
+    def __init__(self, within: str, number: int) -> None:
+        """Of the `number`-th call, from 1, of the function with the qualified name `within`."""
+        self.within, self.number = within, number
+        self.entered: list[CodeType] = []
+        self._call: FrameType | None = None
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if code.co_qualname == self.within and event == "call":
+            self.number -= 1
+            self._call = frame if self.number == 0 else self._call
+        if self._call is not None and event == "call" and Path(code.co_filename).is_relative_to(PACKAGE):
+            self.entered.append(code)
+        if frame is self._call and event == "return":
+            self._call = None
+
+    def functions(self) -> Functions:
+        """Without comprehensions, which are part of their functions."""
+        codes = [code for code in dict.fromkeys(self.entered) if not code.co_name.startswith("<")]
+        places = {str(Path(code.co_filename).relative_to(PACKAGE)): code for code in codes}
+        assert places, f"{self.within} was not called"
+        return {
+            (str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname): lines_of(code.co_filename).get(
+                code.co_firstlineno, 1
+            )
+            for code in codes
+        }
+
+
+@cache
+def lines_of(file: str) -> dict[int, int]:
+    """First line of each function of a file -> its lines without docstring, comments and blank lines."""
+    text = Path(file).read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines()]
+    found: dict[int, int] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            has_docstring = ast.get_docstring(node) is not None
+            skipped = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1) if has_docstring else range(0)
+            numbers = (number for number in range(first, (node.end_lineno or 0) + 1) if number not in skipped)
+            found[first] = sum(bool(line := lines[number - 1]) and not line.startswith("#") for number in numbers)
+    return found
+
+
+def walk(folder: Path, policy: Path, within: str, number: int, **changes: Any) -> Functions:
+    """The functions that are entered inside one call of a function, in a run with these changes."""
+    recorded = Walk(within, number)
+    sys.setprofile(recorded)
+    try:
+        train(make_recipe(policy, folder, **PLAIN | changes))
+    finally:
+        sys.setprofile(None)
+    return recorded.functions()
+
+
+def test_a_training_step_and_a_decode_step_are_read_in_one_sitting(policy: Path, tmp_path: Path) -> None:
+    training = walk(tmp_path / "none", policy, "Trainer.train_step", 1)
+    decoding = walk(tmp_path / "srt", policy, "Engine.step", 5, rollout__drafter="srt", rollout__draft_budget=4)
+    for name, functions in (("training step", training), ("decode step with drafts", decoding)):
+        files = {file for file, _ in functions}
+        print(f"{name}: {len(functions)} functions of {len(files)} files, {sum(functions.values()):,} code lines")
+        for (file, function), lines in functions.items():
+            print(f"  {lines:4} {file} {function}")
+    core = {place: lines for place, lines in (training | decoding).items() if place[0].split("/")[0] in CORE}
+    print(f"the plain core's part of both: {len(core)} functions, {sum(core.values()):,} code lines")
+    assert 1_000 < sum(core.values()) <= MAX_LINES
+    stated = re.search(r"both steps: about ([\d,]+) code lines", PAGE)
+    assert stated is not None
+    assert abs(int(stated[1].replace(",", "")) - sum(core.values())) < 0.1 * MAX_LINES, "write the new number"
+    assert not any(file.startswith(("features/", "cuda/", "environments/")) for file, _ in training | decoding)
+
+
+def test_the_frames_to_the_loss_are_those_of_the_page(policy: Path, tmp_path: Path) -> None:
+    stacks: list[list[str]] = []
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_clipped" and not stacks:
+            frames = [one.frame.f_code for one in inspect.getouterframes(frame)]
+            ours = [code.co_qualname for code in frames if Path(code.co_filename).is_relative_to(PACKAGE)]
+            stacks.append([name for name in reversed(ours) if not name.startswith("<")])
+
+    sys.setprofile(look)
+    try:
+        train(make_recipe(policy, tmp_path, **PLAIN))
+    finally:
+        sys.setprofile(None)
+    [sentence] = re.findall(r"there are eight frames: (.*?)\.\n\n", PAGE, re.DOTALL)
+    named = re.findall(r"`([\w.]+)`", sentence)
+    assert len(named) == 8
+    assert ["train", *stacks[0]] == named
+
+
+def test_the_code_of_the_page_is_that_of_the_source() -> None:
+    blocks = re.findall(r"```python\n# (srtrl/\S+\.py) (\S+)\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) >= 6
+    for file, name, block in blocks:
+        tree: Any = ast.parse(text := (REPOSITORY / file).read_text(encoding="utf-8"))
+        for part in name.split("."):
+            [tree] = [node for node in tree.body if getattr(node, "name", None) == part]
+        source = [line.strip() for line in text.splitlines()[tree.lineno - 1 : tree.end_lineno]]
+        position = None  # of the next line of the source; None after lines that are left out
+        for line in map(str.strip, block.strip().splitlines()):
+            if line == "...":
+                position = None
+                continue
+            found = source.index(line) if position is None else position
+            assert source[found] == line, f"{file} {name}: {line}"
+            position = found + 1
