@@ -16,10 +16,10 @@ decoded with each of `SHOWN` draft nodes. `--price` adds what these figures, and
 H200. `--stories` is for a folder with stories260K or another model of children's stories: it learns from first
 sentences made of `WORDS`.
 
-`update`: rows and processor seconds of a policy's update whose sequences share nothing, and of the one that computes
-once what they share, in turn. The first steps of two recipes; 8 samples of each of the first 4 prompts of a recording;
-and 8 random answers of 300 tokens to a random prompt of 1,000. A random model of 6 layers, 512 wide, with 2,048 tokens
-(token ids are taken modulo that) learns the last two.
+`update`: rows, operations (`model_flops`) and processor seconds of a policy's update whose sequences share nothing, and
+of the one that computes once what they share, in turn. The first steps of two recipes; 8 samples of each of the first 4
+prompts of a recording; and 8 random answers of 300 tokens to a random prompt of 1,000. A random model of 4 layers, 384
+wide, with 2,048 tokens (token ids are taken modulo that) learns the last two.
 
 `step`: processor seconds of whole training steps of quickstart, without and with what sequences share computed once,
 and of TRL's GRPOTrainer (extra `[dev]`) with the same model, prompts, settings and reward, in turn in one process.
@@ -62,6 +62,7 @@ from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout import packing
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.turns import Turns
+from srtrl.run.metrics import update_flops
 from srtrl.tasks.arithmetic import is_correct
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
@@ -320,7 +321,13 @@ def random_model_update(samples: Iterator[tuple[int, Sequence[int], Sequence[int
     """An update by samples: draw, prompt and answer."""
     options = {"train__learning_rate": 1e-12, "train__max_logprob_difference": 1e9, "train__micro_batch_tokens": 8192}
     recipe = make_recipe(Path("none"), Path("none"), algorithm__kl={}, train__mini_batch_prompts=8, **options)
-    sizes: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+    }
     policy = init_policy(scale=1, max_position_embeddings=4096, **sizes)
     optimizer = build_optimizer(policy, learning_rate=1e-12, weight_decay=0.0, betas=(0.9, 0.99))
     sequences = [
@@ -353,18 +360,23 @@ def long_prompt() -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
 def update_figures(recording: Path, tokenizer: str) -> None:
     """Print the rows of the table of docs/benchmarks.md."""
     torch.set_num_threads(1)
-    print("| what is learned from | samples | rows before | rows | fewer | seconds before | seconds | as fast |")
-    print("| --- " + "| --: " * 7 + "|")
+    print("| learned from | samples | rows before | rows | fewer | operations | seconds before | seconds | as fast |")
+    print("| --- " + "| --: " * 8 + "|")
     with tempfile.TemporaryDirectory() as folder:
         updates = {f"{name}, first step": first_update(name, folder) for name in ("quickstart", "tools_tiny")}
     updates[f"{recording.stem}, 4 prompts"] = random_model_update(recorded_samples(recording, tokenizer))
     updates["a prompt of 1,000 tokens, 8 answers of 300"] = random_model_update(long_prompt())
     for name, update in updates.items():
-        runs = alternate({shares: partial(measure_update, shares, *update) for shares in (False, True)}, repeats=5)
+        runs = alternate({shares: partial(measure_update, shares, *update) for shares in (False, True)}, repeats=3)
         (rows_before, *_), before = zip(*runs[False], strict=True)
         (rows, *_), after = zip(*runs[True], strict=True)
         cells = [name, len(update[1]), f"{rows_before:,}", f"{rows:,}", f"{rows_before / rows:.2f}x"]
-        cells += [f"{median(before):.2f}", f"{median(after):.2f}"]
+        learner, sequences, context = update
+        flops = []
+        for some in (lambda several: [0] * len(several), packing.shared_tokens):
+            with patch.object(packing, "shared_tokens", some):
+                flops.append(update_flops(context.recipe, learner.model.config, sequences))
+        cells += [f"{flops[0] / flops[1]:.2f}x", f"{median(before):.2f}", f"{median(after):.2f}"]
         cells.append(SPEED.format(**compare_pairs(before, after)))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from update_cases import random_shares
 
-from srtrl.model.attention import PackedPlan, packed_attention_reference
+from srtrl.model.attention import Gather, PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import RotaryTable, Transformer, inverse_frequencies, rms_norm, rotate, silu
 from srtrl.model.weights import init_model, named_tensors
@@ -194,3 +194,16 @@ def test_packed_attention_equals_the_reference(
     gradients = torch.autograd.grad(out, (q, k, v), slope)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=0, atol=1e-11)
     assert plan.positions[path].tolist() == [position for length in lengths for position in range(length)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_a_gathered_row_is_the_rounded_sum_over_its_uses(dtype: torch.dtype) -> None:
+    """A sum in bfloat16 would stop at 256, where adding a number below 1 changes nothing."""
+    rows = torch.randn(4, 2, 3, dtype=dtype, requires_grad=True)
+    index = torch.tensor([3, *[1] * 2000, 3, 0])
+    slopes = torch.rand(len(index), 2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = Gather(index, len(rows))(rows)
+    assert torch.equal(found, rows[index])
+    (gradient,) = torch.autograd.grad(found, rows, slopes)
+    expected = torch.zeros(rows.shape, dtype=torch.float64).index_add_(0, index, slopes.double())
+    torch.testing.assert_close(gradient.double(), expected, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=0)
