@@ -1,5 +1,6 @@
 """Memory of a training step, computed: the recipes for one GPU fit, the docs say how, and what does not fit is told."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -34,6 +35,17 @@ def test_the_tables_in_the_docs_are_what_is_computed() -> None:
     text = DOCS.read_text(encoding="utf-8")
     for line in (*recipe_table(), *model_table("7B", kinds=["LoRA"])):
         assert f"\n{line}\n" in text
+
+
+def test_the_rows_of_the_page_of_gpus_are_what_is_computed() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:8 x )?)(\d+) GiB .*\| `(\w+) ?(.*?)`.*\| ([\d.]+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for several, gpu_gib, name, overrides, total, slots in rows:
+        recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides.split())
+        plan = plan_of(recipe, int(gpu_gib), num_gpus=8 if several else 1)
+        assert plan.fits, name
+        assert [*gib(plan.total), str(plan.slots)] == [total, slots], name
 
 
 @pytest.mark.slow
@@ -73,8 +85,8 @@ def model_table(*sizes: str, kinds: Iterable[str] = KINDS) -> Iterator[str]:
         yield row(f"{size}, {kind}", *gib(*needed, sum(needed)), *caches)
 
 
-def plan_of(recipe: Recipe, gpu_gib: int) -> MemoryPlan:
-    return plan_memory(recipe, find_config(recipe.model.path)[0], gpu_gib * GIB)
+def plan_of(recipe: Recipe, gpu_gib: int, num_gpus: int = 1) -> MemoryPlan:
+    return plan_memory(recipe, find_config(recipe.model.path)[0], gpu_gib * GIB, num_gpus)
 
 
 def gib(*sizes: int) -> list[str]:
