@@ -193,12 +193,12 @@ class FakeDrafter(DrafterBase):
         truth: Mapping[tuple[int, int], Completion] | None = None,
         *,
         accuracy: float = 1.0,
-        uses_run_aheads: bool = False,
+        uses_texts: bool = False,
     ) -> None:
         super().__init__()
         self.truth = truth
         self.accuracy = accuracy
-        self.uses_run_aheads = uses_run_aheads
+        self.uses_texts = uses_texts
         self.random = np.random.default_rng(0)
         self.live: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}

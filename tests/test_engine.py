@@ -170,7 +170,7 @@ def test_consumers_may_stop_early_add_late_and_not_generate_twice(policy: Transf
 
 
 def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer) -> None:
-    drafter = FakeDrafter(uses_run_aheads=True)
+    drafter = FakeDrafter(uses_texts=True)
     engine = Engine(policy, options(run_ahead_max_slowdown=0.01), drafter=drafter)
     sample, *others = requests_for()
     ahead = [replace(one, is_run_ahead=True) for one in others]
@@ -192,14 +192,14 @@ def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer
 
 
 def test_run_aheads_are_wanted_where_the_drafter_uses_them_and_they_are_allowed(policy: Transformer) -> None:
-    for budget, uses_run_aheads, slowdown, wanted in (
+    for budget, uses_texts, slowdown, wanted in (
         ("auto", True, 0.03, True),
         ("auto", True, None, False),
         ("auto", False, 0.03, False),
         (0, True, 0.03, False),
         (8, True, 0.03, True),
     ):
-        drafter = FakeDrafter(uses_run_aheads=uses_run_aheads)
+        drafter = FakeDrafter(uses_texts=uses_texts)
         engine = Engine(policy, options(slots=4, draft_budget=budget, run_ahead_max_slowdown=slowdown), drafter=drafter)
         assert engine.wants_run_aheads == wanted
         engine.warm_up()  # the cost is measured only where something depends on it

@@ -76,7 +76,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
 
 def engine_metrics() -> dict[str, float]:
     depths = {f"engine/acceptance_depth_{depth}": 0.4 + 0.05 * depth for depth in range(1, 9)}
-    run_ahead = {"engine/run_ahead_tokens_made": 40, "engine/run_ahead_tokens_used": 0}
+    run_ahead = {"engine/background_tokens": 40, "engine/text_tokens_repeated": 0}
     return depths | run_ahead | {"engine/verified_per_decode_step": 4}
 
 
@@ -156,7 +156,7 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
     page = write_report(run).read_text(encoding="utf-8")
     charts = charts_of(page)
     assert set(charts) == {*names[1:]}
-    assert "engine/run_ahead_tokens_used" not in texts_of(charts["Run-ahead"])  # zero throughout
+    assert "engine/text_tokens_repeated" not in texts_of(charts["Run-ahead"])  # zero throughout
     machines = f" on {machine}; then NVIDIA &lt;H100&gt;, 2027-01-01</p>"
     for text in ("This run has done 3 of 50 steps", "whose reward is 0: 1 timeout.", machines):
         assert text in page

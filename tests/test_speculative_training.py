@@ -38,7 +38,7 @@ def test_without_run_aheads_only_samples_are_decoded(
     folder = train(make_recipe(policy, tmp_path, **WITHOUT_RUN_AHEAD[name])).folder
     assert_same_run(folder, finished())
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    assert {row["engine/run_ahead_rows"] for row in rows} == {0}
+    assert {row["engine/background_rows"] for row in rows} == {0}
     assert rows[1]["engine/tokens"] == rows[1]["tokens/response"]
     if name in ("off", "history"):  # in the last steps some prompts come again
         assert sum(row["engine/verified_per_decode_step"] for row in rows[2:]) > 1.05 * 2

@@ -34,8 +34,8 @@ class DrafterBase:
     Options: type[Section] = Section
     drafts: bool = True
     """Whether it ever drafts."""
-    uses_run_aheads: bool = False
-    """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
+    uses_texts: bool = False
+    """Whether it drafts from the texts of `learn_texts`."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
     knows_noise: bool = True
@@ -85,12 +85,12 @@ class DrafterBase:
     def learn(self, completions: Sequence[Completion]) -> None:
         """Completed samples from elsewhere (recorded rollouts), which had no slot."""
 
-    def run_ahead_texts(self) -> TextsByKey:
-        """Texts of this step's run-aheads, for the drafters of other ranks."""
-        return {}
+    def learn_texts(self, texts: TextsByKey) -> None:
+        """Texts that samples of this step or the next may repeat: they were decoded early, on the same RNG keys."""
 
-    def learn_run_aheads(self, texts: TextsByKey) -> None:
-        """Texts of this step's run-aheads on other ranks."""
+    def new_texts(self) -> TextsByKey:
+        """The texts that were learned in this step, for the drafters of other ranks."""
+        return {}
 
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early."""

@@ -100,7 +100,7 @@ class Engine:
     @property
     def wants_run_aheads(self) -> bool:
         """Whether run-aheads are of use: they are allowed, and the drafter drafts from them."""
-        return not self.is_off and self.drafter.uses_run_aheads and self.control.max_slowdown is not None
+        return not self.is_off and self.drafter.uses_texts and self.control.max_slowdown is not None
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""

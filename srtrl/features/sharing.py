@@ -176,14 +176,14 @@ class RankShare(Share):
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout], requests_of: RequestsOf) -> Sequence[Rollout]:
         """See `Share`."""
-        shared = ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
+        shared = ranks.gather(([*rollouts], engine.drafter.new_texts()), "the rollouts of all ranks")
         del shared[ranks.index()]
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
         engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
         for _, texts in shared:
-            engine.drafter.learn_run_aheads(texts)
+            engine.drafter.learn_texts(texts)
         return others
 
     def take_metrics(self) -> dict[str, float]:

@@ -136,8 +136,8 @@ CHARTS = {
         Chart(
             "Run-ahead",
             "tokens",
-            ["engine/run_ahead_tokens_*"],
-            "Tokens decoded early for the next step, and those that it could use.",
+            ["engine/background_tokens", "engine/text_tokens_repeated"],
+            "Tokens decoded early for the next step, and those that its samples repeated.",
         ),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),
     ),
