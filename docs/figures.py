@@ -33,10 +33,10 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.sampling import make_rng_key
 from srtrl.features.head_drafter import HeadDrafter
 from srtrl.features.partial import PartialDraws
 from srtrl.features.spec_rl import accept_prefixes
+from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -18,6 +19,7 @@ from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON, Caught
 from srtrl.run.place import StartFlags
+from srtrl.trainer.trainer import TrainingStoppedError
 
 __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]
 
@@ -45,8 +47,8 @@ def load_recipe(
         rewards: In place of the recipe's, one or a list: functions, names, or dictionaries such as
             `{"name": FUNCTION, "weight": 0.2, "options": {...}}`.
         rows: Rows to train on, in place of files: a list, a `datasets.Dataset` or another iterable of dictionaries.
-            They are written to `<output_dir>/rows_<hash>.jsonl`, so that the run can be resumed and evaluated from a
-            shell, too. Without a section `task` the task is `prompts`.
+            They are written to `rows_<hash>.jsonl` in the run's folder, so that the run can be resumed and evaluated
+            from a shell, too. Without a section `task` the task is `prompts`.
         eval_rows: Held-out rows.
 
     Raises:
@@ -70,7 +72,8 @@ def load_recipe(
         source.put(["rewards"], terms, "argument `rewards`")
     for split, name, given in (("train", "rows", rows), ("eval", "eval_rows", eval_rows)):
         if given is not None:
-            file = _write_rows(name, given, Path(source.data.get("output_dir", "runs")))
+            folder = Path(source.data.get("output_dir", "runs"), str(source.data.get("name", "")))
+            file = _write_rows(name, given, folder)
             source.put(["task", "options", split], {"files": [str(file)]}, f"argument `{name}`")
             source.data["task"].setdefault("name", "prompts")
     functions: dict[str, Any] = {}
@@ -93,10 +96,23 @@ def train(
     """Train as a recipe says, into the folder `<output_dir>/<name>`.
 
     The first arguments are those of `load_recipe`; `on_step`, the flags `resume`, `overwrite` and `from_step`, and the
-    errors are those of `run_training`.
+    errors are those of `run_training`, whose messages name the arguments.
     """
     loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows)
-    return run_training(loaded, on_step=on_step, **flags)
+    try:
+        return run_training(loaded, on_step=on_step, **flags)
+    except (ValueError, TrainingStoppedError) as error:
+        error.args = (in_python(str(error)),)
+        raise
+
+
+def in_python(message: str) -> str:
+    """A message with arguments in place of the options of the command line; commands, in backticks, stay."""
+    parts = message.split("`")
+    for number in range(0, len(parts), 2):
+        parts[number] = re.sub(r"--checkpoint (\d+)", r"from_step=\1", parts[number])
+        parts[number] = re.sub(r"--(resume|overwrite)", r"\1=True", parts[number].replace("--checkpoint", "from_step"))
+    return "`".join(parts)
 
 
 def _plain(value: Any, module: str, functions: dict[str, Any]) -> Any:

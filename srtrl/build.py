@@ -35,7 +35,7 @@ from srtrl.features.sharing import RankShare
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.weights import base_name, end_token_ids, find_adapter, load_tokenizer, locate
+from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe

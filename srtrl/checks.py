@@ -58,7 +58,7 @@ def check_data(recipe: Recipe) -> None:
         ValueError: what training would refuse.
     """
     from srtrl import build
-    from srtrl.model.weights import is_local
+    from srtrl.model.folders import is_local
     from srtrl.tasks.base import load_task, needs_network
     from srtrl.trainer.evaluate import training_evals
     from srtrl.trainer.sampling import DataOrder
@@ -265,7 +265,8 @@ def _check_drafter(recipe: Recipe) -> None:
 def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
     """Check that a local model, or the architecture of a warm start, is supported and has room for the lengths."""
     from srtrl.features.lora import check_rank
-    from srtrl.model.weights import check_weights, has_tokenizer, is_local, locate, read_config
+    from srtrl.model.folders import has_tokenizer, is_local, locate
+    from srtrl.model.weights import check_weights, read_config
 
     model, tokenizer = recipe.model.path, recipe.model.tokenizer
     architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None

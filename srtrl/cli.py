@@ -6,6 +6,7 @@ import gc
 import os
 import shlex
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
-from srtrl.recipe.file import build_recipe, dump_recipe, keys_named, read_source
+from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import shorten
@@ -130,8 +131,11 @@ def train(
     """Train a policy by reinforcement learning.
 
     Everything is written into the folder <output_dir>/<name> (runs/<name> by default). With --resume, RECIPE may be
-    that folder: its own recipe.yaml is used, and SECTION.KEY=VALUE holds from there on (train.learning_rate=5e-7).
+    that folder, or its name in runs/: its own recipe.yaml is used, and SECTION.KEY=VALUE holds from there on
+    (train.learning_rate=5e-7).
     """
+    if resume and not is_recipe(recipe) and (Path("runs") / recipe / "recipe.yaml").is_file():
+        recipe = Path("runs") / recipe
     is_run = resume and recipe.is_dir()
     source = read_source(recipe / "recipe.yaml" if is_run else recipe, overrides or ())
     if is_run:
@@ -142,7 +146,7 @@ def train(
     check_place(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():  # torch takes seconds
         steps = f"{loaded.train.num_steps} steps"
-        print(f"{source.path}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
+        print(f"{recipe}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
     check_recipe(loaded, source)
     from srtrl.build import run_training
     from srtrl.metrics import read_metrics
@@ -151,7 +155,7 @@ def train(
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():
         for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
-            print(f"{name + ':':<41} {figure}")
+            print(textwrap.fill(f"{name + ':':<34} {figure}", 78, subsequent_indent=" " * 35))
         again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")

@@ -23,11 +23,12 @@ from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.features.critic import ValueModel
 from srtrl.features.draft_head_learner import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.features.lora import LoraAdamW
+from srtrl.model.folders import is_local
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.shapes import published_shape
 from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.model.weights import is_local, read_config
+from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
 from srtrl.run.place import is_empty, run_path

@@ -123,7 +123,7 @@ class Request:
     sample_index: int
     """Index in the draw's group."""
     rng_key: int
-    """Unsigned 64-bit RNG key, from `srtrl.engine.sampling.make_rng_key`."""
+    """Unsigned 64-bit RNG key, from `srtrl.model.noise.make_rng_key`."""
     sampling: SamplingParams
     purpose: Purpose = "generate"
     """The use of the sample; drafters keep the history of each purpose apart."""

@@ -10,8 +10,8 @@ from page_cases import check_pages
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.sampling import make_rng_key
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.types import Completion, Purpose, Request, Response, SamplingParams

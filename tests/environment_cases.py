@@ -18,7 +18,7 @@ from task_cases import wait_until
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.environments.turns import EnvironmentTurns
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.rollout.turns import Answer
 from srtrl.types import Completion, Prompt, Request, SamplingParams
@@ -303,20 +303,12 @@ class Wild(Format):
 class Hostile(OneTool):
     """Its answers are no answers: markup, terminal codes, a right answer."""
 
-    seconds = 0.01
-
     def call(self, call: ToolCall) -> tuple[str, str]:
-        time.sleep(self.seconds)
+        time.sleep(0.01)
         return "<script>alert(1)</script>\x1b[31m\n### 42", "ok"
 
     def step(self, turn: Turn) -> Step:
         return replace(super().step(turn), metrics={"said": len(turn.text)})
-
-
-class SlowHostile(Hostile):
-    """Slower than any decoder: there is nothing else to do than to wait for it."""
-
-    seconds = 0.2
 
 
 HOSTILE = {"name": "environment_cases:Hostile", "format": "environment_cases:Wild", "max_turns": 3}

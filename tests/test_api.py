@@ -19,7 +19,9 @@ from datasets import Dataset, DatasetDict
 
 import srtrl
 from srtrl.algorithms.losses import ppo_clip
+from srtrl.api import in_python
 from srtrl.metrics import read_metrics
+from srtrl.recipe.file import read_source
 from srtrl.run.metrics import time_metrics
 from srtrl.tasks.reward_input import RewardInput
 
@@ -107,7 +109,23 @@ def test_rows_are_any_dictionaries(recipe: dict[str, Any]) -> None:
     assert files == [files[0]] * 4
     (path,) = map(Path, files[0])
     assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
-    assert list(Path("runs").iterdir()) == [path]
+    assert list(Path("runs").rglob("*.jsonl")) == [path]
+    assert path.parent == Path("runs/run")
+
+
+def test_messages_name_arguments_and_rows_stay_with_their_run(recipe: dict[str, Any]) -> None:
+    """A folder with rows alone is a new one; one that is renamed, and the one after it, have the rows of both."""
+    for rows in (ROWS, ROWS[1:]):
+        srtrl.train(recipe, {"train.num_steps": 1}, rewards=digits, rows=rows, overwrite=True)
+    with pytest.raises(ValueError, match=r"^runs/run exists: resume=True continues that run, overwrite=True renames"):
+        srtrl.train(recipe, rewards=digits, rows=ROWS)
+    with pytest.raises(ValueError, match=r"^from_step needs resume=True; to begin"):
+        srtrl.train(recipe, rewards=digits, rows=ROWS, from_step=1)
+    assert in_python("--checkpoint 3: none. `srtrl train x --resume`") == "from_step=3: none. `srtrl train x --resume`"
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run.1"]
+    for name in ("run", "run.1"):
+        files = read_source(Path(f"runs/{name}/recipe.yaml")).data["task"]["options"]["train"]["files"]
+        assert Path(*files).is_file()
 
 
 def test_a_script_needs_no_guard(recipe: dict[str, Any]) -> None:
@@ -143,7 +161,8 @@ def test_a_script_needs_no_guard(recipe: dict[str, Any]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
-    assert sorted(path.name for path in Path("runs").iterdir() if path.is_dir()) == ["first", "second"]
+    assert sorted(path.name for path in Path("runs").iterdir() if path.is_dir()) == ["first", "run", "second"]
+    assert [path.suffix for path in Path("runs/run").iterdir()] == [".jsonl"], "it was refused"
     for name in ("first", "second"):
         assert [row["step"] for row in read_metrics(Path("runs", name, "metrics.jsonl"))] == [1, 2]
     assert {row["reward/far"] for row in read_metrics(Path("runs/second/metrics.jsonl"))} == {0.5}

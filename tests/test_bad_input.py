@@ -112,6 +112,7 @@ replay run --history nan => --history: expected a share of at least 0 and below 
 tool python nowhere.py => tool python: nowhere.py is not a file; give the path of a file
 show-config => show-config needs a RECIPE, or --help-fields
 train run => run: cannot read the recipe: it is the folder of a run; --resume continues it
+train recipe --resume => recipe: cannot read the recipe: No such file or directory, did you mean `recipe.yaml`?
 train folder => folder: cannot read the recipe: Is a directory
 train run/recipe.yaml name=run output_dir=. => run exists: --resume continues that run
 generate policy --prompt 1 --temperature 0 => a value of the recipe is given as rollout.temperature=VALUE or ev

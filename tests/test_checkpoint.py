@@ -16,19 +16,14 @@ from srtrl import ranks
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.features.critic import CRITIC_FOLDER, CRITIC_OPTIMIZER, ValueModel, save_value_model
 from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
+from srtrl.model.folders import load_tokenizer
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.model.weights import load_model
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.file import load_recipe
-from srtrl.run.checkpoint import (
-    OPTIMIZER,
-    PolicyFiles,
-    TrainerState,
-    checkpoint_to_resume,
-    list_checkpoints,
-    save_checkpoint,
-)
+from srtrl.run.checkpoint import OPTIMIZER, PolicyFiles, TrainerState, checkpoint_to_resume, save_checkpoint
 from srtrl.run.folder import check_run_folder, open_run_folder
+from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 ADAMW: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}

@@ -90,6 +90,21 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     assert result.stdout.endswith(resume if interrupted else f"its report: file://{folder}/report.html\n")
 
 
+def test_resume_finds_a_run_by_its_name(
+    finished: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished(), "runs/mine")
+    run_training = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("srtrl.build.run_training", run_training)
+    assert run("train", "mine", "--resume").exit_code == 130
+    (recipe,), flags = run_training.call_args
+    assert (Path(recipe.output_dir, recipe.name), flags["resume"]) == (tmp_path / "runs/mine", True)
+    near = "mien: cannot read the recipe: No such file or directory, did you mean `mine`?"
+    assert near in run("train", "mien", "--resume").stderr
+    assert "its recipe is runs/mine/recipe.yaml" in run("train", "mine").stderr
+
+
 def test_torchs_allocator_is_configured_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """That torch is not imported before it: test_imports.py."""
     given: dict[str, str]

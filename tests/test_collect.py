@@ -13,8 +13,8 @@ from rollout_cases import FakeEngine, FakeGrader, completion_of, make_collector,
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import StageTimer
+from srtrl.model.noise import make_rng_key
 from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.turns import response_text

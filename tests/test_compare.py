@@ -35,9 +35,19 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def rows_of(result: Result) -> list[list[str]]:
-    """Of each group its label and figures."""
+    """Of each group its label and figures; a range, which is below its mean, follows it."""
     assert result.exit_code == 0, result.stderr
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
+    rows: list[list[str]] = []
+    for line in result.stdout.splitlines():
+        if "│" in line:
+            cells = [cell.strip() for cell in line.split("│")[1:-1]]
+            if cells[2]:
+                rows.append(cells)
+            else:  # a folded path goes on, and so do seeds
+                rows[-1] = [
+                    f"{a}{' ' if n > 1 and b else ''}{b}" for n, (a, b) in enumerate(zip(rows[-1], cells, strict=True))
+                ]
+    return rows
 
 
 def test_runs_that_differ_in_the_seed_are_one_column_and_its_picture_shows_each(tmp_path: Path) -> None:
@@ -47,9 +57,16 @@ def test_runs_that_differ_in_the_seed_are_one_column_and_its_picture_shows_each(
     out = tmp_path / "curve.svg"
     result = compare(*folders, "--out", out)
     assert rows_of(result) == [
-        [str(ours[0]), "0, 1, 2", "0 to 4", "0.3", "0.66 (0.5 to 0.78)", "13.5"],
-        [str(folders[1]), "0", "0 to 4", "0.3", "0.62", "13.5"],
+        [str(ours[0]), "0, 1, 2", "0 to 4", "30.0%", "66.0% 50.0% to 78.0%", "13.5"],
+        [str(folders[1]), "0", "0 to 4", "30.0%", "62.0%", "13.5"],
     ]
+    # Variance of three seeds 0.0208 of two degrees of freedom; 4.30 x 0.144 x sqrt(1 / 3 + 1 / 1).
+    assert result.stdout.replace("\n", " ").endswith(
+        "Seeds differ by 14.4 points (standard deviation): between rows of 1 and 3 runs, differences of less than 71.6 "
+        f"points after training cannot be told from noise (95%). the picture is in {out} "
+    )
+    assert "Each row is one run: train each recipe with several seeds" in compare(folders[1]).stdout
+    assert "between rows of 3 and 3 runs, differences of less than 50.6" in compare(*ours).stdout.replace("\n", " ")
     assert f"the picture is in {out}" in result.stdout
     text = out.read_text(encoding="utf-8")
     assert compare(*folders, "--out", out).exit_code == 0, "a picture may be drawn again"
@@ -81,7 +98,7 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
         log.write('{"step": 4, "eval/acc')
     result = compare(whole, part)
     [row] = rows_of(result)
-    assert row[1:5] == ["0, 1", "0 to 2", "0.3", "0.6 (0.5 to 0.7)"]
+    assert row[1:5] == ["0, 1", "0 to 2", "30.0%", "60.0% 50.0% to 70.0%"]
     assert f"{part} has done 3 steps and is not finished" in result.stdout
 
 
@@ -91,4 +108,11 @@ def test_a_narrow_terminal_has_all_columns(tmp_path: Path, monkeypatch: pytest.M
     for name, loss in zip(names, ("ppo_clip", "gspo"), strict=True):
         make_run(Path(name), loss=loss)
     narrow = CliRunner().invoke(app, ["compare", *names], env={"COLUMNS": "80"})
-    assert rows_of(narrow) == [[name, "0", "0 to 4", "0.3", "0.7", "13.5"] for name in names]
+    assert rows_of(narrow) == [[name, "0", "0 to 4", "30.0%", "70.0%", "13.5"] for name in names]
+    for seed in range(1, 9):
+        make_run(Path(f"{names[0]}_{seed}"), seed=seed, gain=0.1 + 0.001 * seed)
+    many = CliRunner().invoke(app, ["compare", *map(str, Path().iterdir())], env={"COLUMNS": "80"})
+    assert max(map(len, many.stdout.splitlines())) <= 80
+    seeds = "0, 1, 2, 3, 4, 5, 6, 7, 8"
+    row = next(row for row in rows_of(many) if row[1].replace(" ", "") == seeds.replace(" ", ""))
+    assert row[2:] == ["0 to 4", "30.0%", "71.6% 70.0% to 73.2%", "13.5"]

@@ -178,7 +178,7 @@ def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: C
     result = call("train", run, "--resume")
     assert result.exit_code == 0
     assert re.fullmatch(r"its report was not written: \S*step_000002.parquet: cannot read .*\n", result.stderr)
-    assert re.findall(r"--resume: rollouts that are missing or damaged .*: (.*)", result.stdout) == [
+    assert re.findall(r"resuming: rollouts that are missing or damaged .*: (.*)", result.stdout) == [
         "step_000001.parquet, step_000002.parquet"
     ]
 
@@ -194,7 +194,7 @@ def test_drafts_that_cannot_be_read_begin_anew(name: str, run: Path, finished: C
     manifest.write_text(json.dumps(record))
     result = call("train", run, "--resume", "--checkpoint", 2)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert re.search(rf"--resume: {file}: .*; these drafts begin anew", result.stdout)
+    assert re.search(rf"resuming: {file}: .*; these drafts begin anew", result.stdout)
     assert_same_run(run, finished())
 
 
@@ -212,7 +212,7 @@ def test_a_change_on_resume_holds_from_there_on(
 ) -> None:
     result = call("train", run, "--resume", "--checkpoint", 2, change)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert f"--resume: {line}" in result.stdout
+    assert f"resuming: {line}" in result.stdout
     assert learned_rows(run)[:3] == learned_rows(finished())[:3]
     assert {name: learned_rows(run)[-1].get(name) for name in metrics} == metrics
     expected = load_recipe(finished() / "recipe.yaml", [change, f"output_dir={run.parent}"])

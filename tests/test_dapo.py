@@ -10,8 +10,9 @@ from tiny_run import DAPO, make_recipe, train
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
-from srtrl.run.checkpoint import latest_checkpoint, read_state
-from srtrl.run.metrics import describe_step
+from srtrl.run.checkpoint import read_state
+from srtrl.run.metrics import step_problems
+from srtrl.run.steps import latest_checkpoint
 from srtrl.types import Request
 
 NUM_PROMPTS, NUM_STEPS = 4, 4
@@ -35,7 +36,7 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(finished: Callable[...,
             is_learned = any(group) and not all(group) and sample["finish_reason"] == "stop"  # overlong filtering
             assert (sample["advantage"] is not None) == is_learned
         assert row["data/draws"] == len(mixed)
-        assert (f"  4 of {len(mixed)} groups kept" in describe_step(row)) == (len(mixed) > 4)
+        assert (f"4 of {len(mixed)} groups kept" in step_problems(row)) == (len(mixed) > 4)
         assert (row["groups/kept"], row["groups/dropped"], row["groups/short"]) == (4, len(mixed) - 4, 0)
         assert row["groups/all_right"] == sum(map(all, correct.values()))
         assert row["groups/all_right"] + row["groups/all_wrong"] == row["groups/dropped"]
@@ -105,6 +106,6 @@ def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Pat
         assert row["groups/kept"] == NUM_PROMPTS - row["groups/short"]
         if row["groups/short"]:
             assert row["data/draws"] == 5
-            assert f"{row['groups/short']:.0f} groups too few: rollout.max_draws reached" in describe_step(row)
+            assert f"{row['groups/short']:.0f} groups too few: rollout.max_draws reached" in step_problems(row)
         if row["groups/kept"]:
             assert row["grad_norm"] > 0

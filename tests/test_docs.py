@@ -38,6 +38,7 @@ OPEN_FAMILIES = {"environment/outcome_": "<how>", "environment/stop_": "<reason>
 """How the names of some metrics begin, and what stands for the rest in metrics.md."""
 ONLY_ON_CUDA = {"engine/host_share", "memory/peak_gib"}
 ONLY_ON_RANKS = {"engine/rank_seconds_max", "engine/ranks_idle_share", "engine/rank_claims"}
+ONLY_WHERE_TOOLS_ARE_SLOW = {"time/tools"}
 
 
 NO_EVAL: dict[str, Any] = {"before_and_after": False}
@@ -67,7 +68,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {"rank": 4}},
     "turns": {
-        "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
+        "rollout__environment": HOSTILE,
         "rollout__max_new_tokens": 32,
         "train__num_steps": 1,
     },
@@ -90,7 +91,7 @@ def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         result = run_training(recipe)
         keys |= {as_documented(key) for row in read_metrics(result.folder / "metrics.jsonl") for key in row}
     assert not keys & ONLY_ON_CUDA, "these runs are on the CPU"
-    return keys - {"step"} | ONLY_ON_CUDA | ONLY_ON_RANKS
+    return keys - {"step"} | ONLY_ON_CUDA | ONLY_ON_RANKS | ONLY_WHERE_TOOLS_ARE_SLOW
 
 
 def as_documented(name: str) -> str:

@@ -22,9 +22,10 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.engine.runner import EngineOptions, Runner
-from srtrl.engine.sampling import make_rng_key, uniform_noise
+from srtrl.engine.sampling import uniform_noise
 from srtrl.features.draft_head import REFUSED, DraftHead, draft_chains, length_of, merge_chains
 from srtrl.features.head_drafter import FILE, HeadDrafter
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 
 

@@ -19,7 +19,7 @@ from srtrl.features.head_drafter import FILE
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
 from srtrl.rollout.packing import pack
-from srtrl.run.checkpoint import latest_checkpoint
+from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.trainer import TrainingStoppedError
 
 NO_EVALUATION = {"before_and_after": False}

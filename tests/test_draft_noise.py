@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from srtrl.drafters.srt import TRUST_FILE, Drafter, SrtOptions
 from srtrl.drafters.trust import FIRST_POWER, NOISE, POWER, REACHED
-from srtrl.engine.sampling import make_rng_key, uniform_noise
+from srtrl.engine.sampling import uniform_noise
+from srtrl.model.noise import make_rng_key
 
 OPTIONS = SrtOptions(other_prompts=False)
 VOCAB, LENGTH, NUM_SAMPLES = 20, 60, 24

@@ -24,9 +24,10 @@ from page_cases import check_pages
 
 from srtrl.engine.engine import Engine
 from srtrl.model.attention import PackedPlan
+from srtrl.model.folders import load_tokenizer
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.model.weights import load_model
 from srtrl.types import Completion, Request
 
 

@@ -44,7 +44,7 @@ from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
 from srtrl.environments.turns import EnvironmentTurns
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.rollout.turns import Answer
 from srtrl.tasks.event_loop import warn_once

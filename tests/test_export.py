@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.model.folders import load_tokenizer
+from srtrl.model.weights import load_model
 from srtrl.recipe.file import load_recipe, read_yaml
 from srtrl.recipe.schema import LogSection, Recipe
 from srtrl.report.export import model_card

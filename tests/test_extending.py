@@ -15,10 +15,11 @@ from tiny_run import learned_rows, make_policy, make_recipe
 from srtrl.build import run_training
 from srtrl.checks import check_recipe
 from srtrl.metrics import MetricRow, read_metrics
-from srtrl.model.weights import load_model, load_tokenizer, named_tensors
+from srtrl.model.folders import load_tokenizer
+from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import checkpoint_name
+from srtrl.run.steps import checkpoint_name
 from srtrl.tasks.base import load_task
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")

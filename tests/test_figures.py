@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from srtrl.algorithms.advantages import group_relative
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_class

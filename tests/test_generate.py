@@ -18,12 +18,12 @@ from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
 from srtrl.engine.stopping import UNKNOWN, count_unknown, decode
 from srtrl.metrics import read_metrics
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import TaskSection
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import read_run
-from srtrl.run.metrics import describe_step
+from srtrl.run.metrics import step_problems
 from srtrl.tasks.base import typed_prompts
 
 SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")
@@ -172,7 +172,7 @@ def test_tokens_that_the_tokenizer_lacks_are_said_counted_and_seen_in_texts(
     (row,) = (row for row in read_metrics(result_of_training.folder / "metrics.jsonl") if row["step"] == 1)
     samples = read_samples(read_run(result_of_training.folder), step=1)
     assert row["tokens/unknown"] == sum(sample["text"].count(UNKNOWN) for sample in samples) > 0
-    assert f"{row['tokens/unknown']} tokens that the tokenizer does not have" in describe_step(row)
+    assert f"{row['tokens/unknown']} tokens that the tokenizer does not have" in step_problems(row)
 
 
 def test_known_tokens_are_decoded_as_the_tokenizer_does() -> None:

@@ -15,9 +15,10 @@ from test_recipe_memory import ROOT
 from tiny_run import train
 
 from srtrl.metrics import read_metrics
+from srtrl.model.folders import load_tokenizer
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
-from srtrl.model.weights import init_model, load_tokenizer
+from srtrl.model.weights import init_model
 from srtrl.planner import DEFAULT_GPU_GIB, MAX_SHARE, find_config
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import save_policy

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -22,11 +23,16 @@ IMPORTED_BY = {
     "--help": set(),
     "train --help": set(),
     "show-config quickstart": set(),
+    "compare RUN": set(),
+    "rollouts RUN": {"pyarrow"},
+    # They decode a rollout again: a tokenizer, and the drafter's kernels.
+    "trie RUN": {"pyarrow", "transformers", "numba", "scipy"},
+    "report RUN": {"pyarrow", "transformers", "numba", "scipy", "matplotlib"},
     # Losses are tried, prompts are tokenised, and the classes of drafters hold kernels; Numba imports SciPy.
     "show-config quickstart --check": {"torch", "transformers", "numba", "scipy"},
     "generate bundled:tiny rollout.max_new_tokens=1 --prompt 1+2": {"torch", "transformers", "numba", "scipy"},
 }
-"""Arguments of the command line, and what it imports of `HEAVY` at most."""
+"""Arguments of the command line, and what it imports of `HEAVY` at most; RUN is the folder of a run."""
 LAYERS = (
     ("types", "resolve", "metrics", "statistics"),
     ("recipe",),
@@ -146,9 +152,10 @@ def test_algorithms_import_nothing_of_ours() -> None:
     "arguments",
     [pytest.param(one, marks=pytest.mark.slow if "torch" in names else ()) for one, names in IMPORTED_BY.items()],
 )
-def test_commands_import_what_they_need(arguments: str) -> None:
+def test_commands_import_what_they_need(arguments: str, finished: Callable[..., Path]) -> None:
+    words = [str(finished()) if word == "RUN" else word for word in arguments.split()]
     program = (
-        f"import sys, {LIGHT_MODULES}\nfrom srtrl.cli import app\napp({arguments.split()!r}, standalone_mode=False)\n"
+        f"import sys, {LIGHT_MODULES}\nfrom srtrl.cli import app\napp({words!r}, standalone_mode=False)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)

@@ -18,11 +18,11 @@ from test_promises import RECIPES, RECOMPUTE, TOOLS, UNEVEN
 from tiny_run import learned_rows, make_recipe, train
 from transformers import AutoModelForCausalLM
 
-from srtrl.engine.sampling import make_rng_key
 from srtrl.features.rounds import load_earlier
 from srtrl.features.spec_rl import accept_prefixes
 from srtrl.metrics import read_metrics
-from srtrl.run.checkpoint import list_checkpoints
+from srtrl.model.noise import make_rng_key
+from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.passes import UpdateContext
 
 MODES = ("partial", "spec_rl", "partial with tools", "spec_rl with tools")

@@ -14,7 +14,7 @@ from srtrl.features.critic import load_value_model
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model
 from srtrl.run.checkpoint import OPTIMIZER, read_state
-from srtrl.run.metrics import describe_step
+from srtrl.run.metrics import step_problems
 from srtrl.trainer.optimizer import build_optimizer
 
 BFLOAT16 = PPO | {"model__dtype": "bfloat16"}
@@ -68,7 +68,7 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
         assert all(torch.equal(a, b) for a, b in zip(weights[step], before, strict=True))
         assert "loss" not in rows[step]
         assert "critic/loss" in rows[step]
-        assert describe_step(rows[step]).endswith("critic warm-up: no update of the policy")
+        assert step_problems(rows[step]).endswith("critic warm-up: no update of the policy")
     assert states[3].policy_version == 1
     assert not any(torch.equal(a, b) for a, b in zip(weights[3], before, strict=True))
     assert rows[3]["learning_rate"] == pytest.approx(0.01)  # the peak: its first 3 of 4 optimizer steps were warm-up

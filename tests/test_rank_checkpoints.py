@@ -24,11 +24,8 @@ from srtrl.model.weights import load_model
 from srtrl.ranks import RankError
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.run import checkpoint
-from srtrl.run.checkpoint import (
-    OPTIMIZER,
-    find_damage,
-    latest_checkpoint,
-)
+from srtrl.run.checkpoint import OPTIMIZER, find_damage
+from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 pytestmark = FORKED

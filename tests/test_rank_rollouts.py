@@ -209,6 +209,8 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     for row in found[0].metrics:
         assert 0 <= row["engine/ranks_idle_share"] < 1
         assert row["engine/rank_seconds_max"] > 0
+        num_saved = row["engine/steps_without_drafts"] - row["engine/decode_steps"]  # of both ranks
+        assert num_saved == 0 if case.drafter is NoDrafter else num_saved >= 0
     assert not [name for row in truth.metrics for name in row if "rank" in name]
     if case.steps_ahead:  # who is idle takes what waits for a slow rank, and then runs ahead
         assert found[0].metrics[0]["engine/rank_claims"] == case.num_draws * case.num_samples / 2 - case.slots
@@ -354,13 +356,15 @@ def test_metrics_of_several_engines_are_those_of_one_that_did_it_all() -> None:
             EngineStats(num_steps=3, num_decodes=6, num_tokens=6, num_drafts=1, num_slots=4, num_draws=3, max_pages=2),
         ]
     )
-    stats.seconds[0] = 3.0
+    stats.seconds[:2] = 3.0, 1.0
+    stats.add_saved(7, 4.0)
     metrics = stats.metrics(2)
+    assert (metrics["engine/steps_without_drafts"], metrics["engine/saved_seconds"]) == (7, (4 - 1) / 2)
     found = {name: metrics[f"engine/{name}"] for name in ("decode_steps", "slots", "pages_in_use_max")}
     assert found == {"decode_steps": 4, "slots": 8, "pages_in_use_max": 5}
     assert metrics["engine/tokens_per_decode_step"] == 12 / 8
     assert metrics["engine/slots_in_use_mean"] == 4  # of both
-    assert metrics["engine/draft_seconds"] == 1.5  # of each
+    assert metrics["engine/draft_seconds"] == 2  # of each
 
 
 def test_metrics_of_a_users_drafter_are_means_or_the_sums_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from srtrl import build, ranks
 from srtrl.metrics import is_temporary
 from srtrl.ranks import RankError
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import list_checkpoints
+from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.trainer import Trainer
 

@@ -1,5 +1,6 @@
 """The report of a run: complete, self-contained, and honest about what is missing."""
 
+import html
 import json
 import math
 import random
@@ -18,7 +19,7 @@ import torch
 from recipe_cases import recipe_text
 
 from srtrl.metrics import MetricLog
-from srtrl.report.charts import CHARTS
+from srtrl.report.charts import CHARTS, draw
 from srtrl.report.page import write_report
 from srtrl.run.folder import step_file_name
 from srtrl.run.machine import MACHINE_FILE, describe_machine, read_machines
@@ -28,7 +29,7 @@ PLAIN_CHARTS = [
     *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups", "Groups with equal rewards"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
     *("Decoder vs. trainer log-probs", "Speed of the decoder", "Time by stage", "Tokens per decode step"),
-    "Failed gradings",
+    *("Failed gradings", "Decode steps", "Time that drafts save"),
 ]
 """Those of a run without critic or drafts."""
 SVG = "{http://www.w3.org/2000/svg}"
@@ -70,6 +71,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         **({"time/compile": 100.0, "time/step": 102.1} if step == 1 else {}),
         **{"groups/kept": 8, "groups/zero_advantage_share": 0.25, "grading/timeout": float(step == 2)},
         **{"engine/tokens": 700, "engine/decode_steps": 30, "engine/tokens_per_decode_step": 2.5, "data/epoch": 0.5},
+        **{"engine/steps_without_drafts": 45, "engine/saved_seconds": 0.1, "engine/cache_hit_rate": 0.5},
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
     }
 
@@ -109,8 +111,11 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path / "fake", 30)).read_text(encoding="utf-8")
     charts = charts_of(page)
     assert sorted(charts) == sorted(PLAIN_CHARTS)
-    assert {"reward/mean", "reward/correct", "reward/format"} <= texts_of(charts["Reward"])
-    assert "groups/zero_advantage_share" not in texts_of(charts["Groups"]), "a share is no number of groups"
+    assert {"mean = correct", "format"} <= texts_of(charts["Reward"]), "equal lines are one"
+    assert "zero advantage share" not in texts_of(charts["Groups"]), "a share is no number of groups"
+    assert "zero advantage share" in texts_of(charts["Groups with equal rewards"])
+    points = json.loads(html.unescape(re.findall(r'data-lines="([^"]+)"', page)[0]))
+    assert points["format"] == [[step, 0.9] for step in range(1, 31)], "to look at under the pointer"
     assert "100" not in texts_of(charts["Time by stage"]), "compilation would dwarf the other seconds"
     figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 and 2.50", "reward_format 1")
     for figure in (*figures, "time of all stages"):
@@ -118,7 +123,10 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     # With the compilation of the first step and an evaluation before it and in every tenth step.
     duration = "2 min 50 s"
     assert f"<p>Time of all stages: {duration}</p>" in page, "without machines, which an older run has not noted"
-    assert re.findall(r"<b>([^<]+)</b></div>", page)[:3] == ["31.0% → 71.0%", "2.50", duration]
+    assert re.findall(r"<b>([^<]+)</b> <small>", page) == ["1.5x fewer steps, 3.0 s saved", "31.0% → 71.0%", duration]
+    assert "decode steps: 900 instead of 1,350 without drafts" in page
+    assert "<p>Time by stage, 170.0 s</p>" in page
+    assert re.search(r'width: 58.82%" title="compile 100.0 s"', page)
     steps = [1, 7, 13, 18, 24, 30]
     assert [int(step) for step in re.findall(r"Samples of step (\d+): 6 of 32", page)] == steps
     shown = re.findall(r'<section class="card sample" data-step="(\d+)" data-outcome="(\w+)">', page)
@@ -129,9 +137,13 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     drafted = re.search(r"<h2>(\d+) tokens in (\d+) decode steps</h2>", page)
     assert drafted
     assert int(drafted[1]) > int(drafted[2]), "one token again and again is drafted"
+    cells = re.findall(r'<div class="cells( plain)?">(.*)</div>', page)
+    counts = [row.count("<i ") for _, row in cells]
+    assert (counts[0], sum(counts[1:]), len(cells) - 1) == (int(drafted[1]), int(drafted[1]), int(drafted[2]))
+    assert "<h2>The same prompt at step 1, 16, 30</h2>" in page
     network = r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]"""
     assert not re.findall(network, page), "needs no network"
-    assert page.count("<script>") == 1, "what a task or the policy wrote is escaped"
+    assert page.count("<script>") == 2, "what a task or the policy wrote is escaped"
     assert "<h4>Reference answer</h4><pre>&lt;/pre&gt;&lt;script&gt;alert" in page
     assert re.search(r'<span class="tag">5 tokens</span>\s*<pre>\d\+1.', page), "a prompt as the policy reads it"
     assert "<b>0</b>+1" not in page, "what the policy wrote is escaped"
@@ -156,12 +168,27 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
     page = write_report(run).read_text(encoding="utf-8")
     charts = charts_of(page)
     assert set(charts) == {*names[1:]}
-    assert "engine/text_tokens_repeated" not in texts_of(charts["Run-ahead"])  # zero throughout
+    assert "text tokens repeated" not in texts_of(charts["Run-ahead"])  # zero throughout
     machines = f" on {machine}; then NVIDIA &lt;H100&gt;, 2027-01-01</p>"
     for text in ("This run has done 3 of 50 steps", "whose reward is 0: 1 timeout.", machines):
         assert text in page
-    for text in ("held-out accuracy after", "<h2>Samples", "<script"):
+    for text in ("held-out accuracy after", "<h2>Samples", "<h2>The same prompt", "<script>alert"):
         assert text not in page
+
+
+def test_two_evaluations_are_two_points_and_an_axis_shows_what_it_must() -> None:
+    def picture(name: str, rows: list[dict[str, float]]) -> str:
+        (chart,) = (one for charts in CHARTS.values() for one in charts if one.title == name)
+        svg = draw(chart, rows)
+        assert svg is not None
+        return svg
+
+    rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in range(4)]
+    has_line = ["fill: none; stroke: #2563eb" in picture("Accuracy", rows[:number]) for number in (2, 3)]
+    assert has_line == [False, True]
+    noise = [{"step": step, "loss": 1e-8 * (-1) ** step} for step in range(4)]
+    assert {"0.0", "0.5", "1.0"} <= texts_of(ElementTree.fromstring(picture("Loss", noise)))
+    assert "0.0" in texts_of(ElementTree.fromstring(picture("Learning rate", [{"step": 1, "learning_rate": 2e-4}])))
 
 
 # --- srtrl rollouts ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from scipy import stats
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.sampling import (
     filter_top_k_top_p,
-    make_rng_key,
     row_logprobs_reference,
     sample_rows_on_cpu,
     sample_rows_reference,
@@ -23,7 +22,7 @@ from srtrl.engine.sampling import (
     uniform_noise,
 )
 from srtrl.model.attention import PackedPlan
-from srtrl.model.noise import hash_row, uniform_of
+from srtrl.model.noise import hash_row, make_rng_key, uniform_of
 from srtrl.model.weights import load_model
 from srtrl.types import Purpose
 

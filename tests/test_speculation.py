@@ -28,8 +28,8 @@ from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampling import make_rng_key
 from srtrl.model.attention import PackedPlan
+from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Request

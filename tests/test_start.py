@@ -17,8 +17,8 @@ from srtrl.build import CPU_SLOTS, number_of_slots
 from srtrl.cli import app
 from srtrl.generation import generate
 from srtrl.model import hf_config
+from srtrl.model.folders import _has_plain_tokenizer, load_tokenizer, locate
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.weights import _has_plain_tokenizer, load_tokenizer, locate
 from srtrl.recipe.file import build_recipe, read_source
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def test_train_says_what_it_does_before_torch_is_imported(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("srtrl.cli.check_recipe", Mock(side_effect=KeyboardInterrupt))
     result = CliRunner().invoke(app, ["train", "quickstart", "name=first", "train.num_steps=3"])
-    assert "quickstart.yaml: 3 steps into runs/first; loading torch" in result.stdout
+    assert "quickstart: 3 steps into runs/first; loading torch" in result.stdout
 
 
 # --- Installation -----------------------------------------------------------------------------------------------------

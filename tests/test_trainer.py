@@ -29,8 +29,8 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
-from srtrl.run.metrics import describe_step, run_figures
-from srtrl.run.progress import RunProgress
+from srtrl.run.metrics import describe_step, run_figures, step_problems
+from srtrl.run.progress import SPARKS, RunProgress, sparkline
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
 from srtrl.trainer.optimizer import learning_rate_at
@@ -86,11 +86,22 @@ def test_every_promised_metric_is_logged_and_gives_the_figures_of_the_run(finish
     for row, when in ((before, "before training"), (steps[-1], "after step 4")):
         shown = "{eval/accuracy:.1%} (95%: {eval/accuracy_low:.1%} to {eval/accuracy_high:.1%})"
         assert figures[f"held-out accuracy {when}"] == shown.format_map(row)
-    assert figures["gain"] == f"{100 * (steps[-1]['eval/accuracy'] - before['eval/accuracy']):+.1f} points"
+    first, last = (
+        float(figures[f"held-out accuracy {when}"].split("%")[0]) for when in ("before training", "after step 4")
+    )
+    assert figures["gain"] == f"{last - first:+.1f} points"
     num_tokens, num_decodes = (sum(row[name] for row in steps) for name in ("tokens/response", "engine/decode_steps"))
-    assert figures["response tokens"] == f"{num_tokens:,} in {num_decodes:,} decode steps of the whole batch"
+    found = re.fullmatch(
+        rf"{num_tokens:,} in {num_decodes:,} decode steps of ([\d.]+) samples, ([\d.]+) tokens each",
+        figures["sampled tokens"],
+    )
+    assert found
+    assert num_decodes * float(found[1]) * float(found[2]) == pytest.approx(num_tokens, rel=0.01)
+    num_plain = sum(row["engine/steps_without_drafts"] for row in steps)
+    ratio = f"{num_plain / num_decodes:.1f}x fewer steps"
+    assert figures["decode steps saved by drafts"].startswith(f"{num_plain - num_decodes:,} of {num_plain:,}: {ratio}")
     per_decode = sorted(row["engine/tokens_per_decode_step"] for row in steps)
-    for figure in figures["tokens per decode, first and last epoch"].split(" and "):
+    for figure in figures["tokens each, first and last epoch"].split(" and "):
         assert per_decode[0] - 0.01 < float(figure) < per_decode[-1] + 0.01
     total = before["time/eval"] + sum(row["time/step"] for row in steps)
     assert figures["time of all stages"].startswith(f"{total:.1f} s (")
@@ -280,7 +291,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     for row in steps:
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
         assert not any(name.endswith("grad_norm") for name in row), "neither policy nor critic learns"
-        assert describe_step(row).endswith("no update: the filters left no sample")
+        assert step_problems(row).endswith("no update: the filters left no sample")
     assert run_figures(rows)["steps with nothing to learn from"] == "2"
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
@@ -327,13 +338,13 @@ def test_samples_that_could_not_be_graded_are_not_learned_from(
         assert {one["advantage"] for one in failed} == {None}
         mean = sum(one["reward"] for one in graded) / max(1, len(graded))
         assert row["reward/mean"] == pytest.approx(mean, abs=1e-6)  # of float32
-        assert f"{len(failed)} gradings failed: left out" in describe_step(row)
+        assert f"{len(failed)} gradings failed: left out" in step_problems(row)
         learned = [one for one in graded if one["advantage"] is not None]
         assert ("grad_norm" in row or "critic/loss" in row) == bool(learned)
         if "grad_norm" in row:
             assert row["tokens/update"] <= sum(len(one["prompt_token_ids"]) + len(one["token_ids"]) for one in learned)
         if not graded:
-            assert describe_step(row).endswith("no update: the filters and failed gradings left no sample")
+            assert step_problems(row).endswith("no update: the filters and failed gradings left no sample")
             assert (row["reward/mean"], row["groups/dropped"]) == (0.0, 4)
             assert (row.get("eval/reward", 0.0), row.get("eval/accuracy", 0.0)) == (0.0, 0.0)
 
@@ -382,7 +393,7 @@ def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(
     seen.clear()
     srtrl.train(slower, resume=True, from_step=1, on_step=lambda *step: seen.append(step))
     assert [(step, row["learning_rate"]) for step, row in seen] == [(2, 1e-5)]
-    with pytest.raises(ValueError, match="needs --resume"):
+    with pytest.raises(ValueError, match="from_step needs resume=True"):
         srtrl.train(slower, from_step=1)
 
 
@@ -390,23 +401,52 @@ def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_a_line_for_each_step_and_on_a_terminal_the_stage(
+def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = iter([100.0, 190.0, 200.0])
+    ends = iter([100.0, 190.0, 191.0, 191.5, 192.0])
     monkeypatch.setattr("srtrl.run.progress.monotonic", lambda: next(ends))
-    output = io.StringIO()
-    with RunProgress(3, console=Console(file=output, force_terminal=is_terminal, width=100)) as progress:
-        for step in range(1, 4):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with RunProgress(5, console=Console(file=output, force_terminal=is_terminal, width=100)) as progress:
+        for step in range(1, 6):
             progress.stage("rollout", 5, 10)
-            progress.step(step, f"reward {step}")
+            notice = "nothing learned: all advantages are 0" if step == 4 else ""
+            progress.step(step, "9.0 s", reward=(step - 1) / 4, notice=notice)
         progress.say("done [not markup]")
-    lines = ["step 1/3  reward 1", "step 2/3  reward 2  0:01:30 left", "step 3/3  reward 3", "done [not markup]"]
+    lines = [
+        "step 1/5  reward 0.000  9.0 s",
+        "step 2/5  reward 0.125 ▁█  9.0 s",
+        "step 4/5  reward 0.375 ▁▃▅█  9.0 s",
+        "  nothing learned: all advantages are 0",
+        "step 5/5  reward 0.500 ▁▂▄▆█  9.0 s",
+        "done [not markup]",
+    ]
+    lefts = ["", "  0:04:30 left", "  0:00:30 left", "", "", ""]
+    output.seek(0)
+    text = output.read()
     if is_terminal:
-        assert all(line in output.getvalue() for line in lines)
-        assert "rollout 5/10" in output.getvalue()
+        assert all(line in text for line in lines)
+        assert "step 5/5  rollout 5/10  0:00:30 left" in text
+        assert "step 3/5  reward" not in text, "one second after the last line"
     else:
-        assert output.getvalue().splitlines() == lines
+        assert text.splitlines() == [line + left for line, left in zip(lines, lefts, strict=True)]
+
+
+def test_no_line_of_a_step_is_longer_than_78_characters_and_its_reward_is_smoothed() -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    progress = RunProgress(2000, console=Console(file=output, width=80))
+    text = "accuracy 43.1%  11.7x fewer steps, 100.3 s saved  113.7 s (25.9 s compiling)"
+    for step in range(1, 101):
+        progress.step(step, text, reward=step % 10, notice="word " * 50)
+    output.seek(0)
+    lines = output.read().splitlines()
+    assert max(map(len, lines)) <= 78
+    assert lines[-6].startswith("step 100/2000  reward 4.500  accuracy")
+    assert [len(sparkline([0.5] * 3, width)) for width in range(5)] == [0, 0, 2, 3, 3]
+    assert sparkline([*range(8)], 8) == SPARKS
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for step in (1, 2):
+        RunProgress(2, console=Console(file=plain)).step(step, "9.0 s", reward=0.5)
 
 
 # --- Parts that are plain functions -----------------------------------------------------------------------------------
@@ -431,12 +471,14 @@ def test_data_order_depends_on_seed_and_epoch() -> None:
 
 
 def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
-    metrics = {"reward/mean": 0.5, "length/mean": 9.0, "time/tokens_per_second": 100.0, "time/step": 28.7}
-    metrics |= {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
-    metrics |= {"engine/tokens_per_decode_step": 2.5, "groups/dropped": 0.0, "groups/short": 0.0, "grad_norm": 1.0}
+    metrics = {"reward/mean": 0.5, "time/step": 28.7}
     assert describe_step({**metrics, "time/compile": 25.9}).endswith("28.7 s (25.9 s compiling)")
     assert describe_step({**metrics, "time/compile": 0.2}).endswith("28.7 s")
-    assert describe_step(metrics).endswith("28.7 s")
+    assert describe_step(metrics) == "28.7 s"
+    drafted = {"engine/decode_steps": 10, "engine/steps_without_drafts": 15, "engine/cache_hit_rate": 0.0}
+    for seconds, words in ((0.26, "0.3 s saved"), (-0.26, "0.3 s lost")):
+        row = metrics | drafted | {"engine/saved_seconds": seconds, "accuracy": 0.25}
+        assert describe_step(row) == f"accuracy 25.0%  1.5x fewer steps, {words}  28.7 s"
 
 
 def test_learning_rate() -> None:

@@ -114,11 +114,11 @@ def test_branches_count_what_a_plain_count_finds_and_the_replay_gives_the_rollou
     if num_branches == 30:
         assert (later in earlier) == (not new)
     pieces = decoded_response(history, str).pieces
-    assert [token for text, _ in pieces for token in json.loads(text)] == later
+    assert [token for texts in pieces for text in texts for token in json.loads(text)] == later
 
 
 def test_turns_are_texts_of_their_own() -> None:
     """The policy says 5 5 5, reads 9 9, and says 9 9 9 7: no draft leads into a tool's output."""
     sample = [5, 5, 5, 9, 9, 9, 9, 9, 7]
     pieces = decoded_response(history_of([sample], sample, (3, 5)), str).pieces
-    assert pieces == [("[5]", 1), ("[5, 5]", 2), ("[9, 9, 9, 7]", 4)]
+    assert pieces == [["[5]"], ["[5]", "[5]"], ["[9]", "[9]", "[9]", "[7]"]]

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl import build, ranks
-from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.model.folders import load_tokenizer
+from srtrl.model.weights import load_model
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.rollout.turns import Turns

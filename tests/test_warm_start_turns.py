@@ -20,7 +20,7 @@ from srtrl.environments.calculator import Environment
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.metrics import read_metrics
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
 from srtrl.tasks.arithmetic import ArithmeticOptions

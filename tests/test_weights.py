@@ -21,19 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from srtrl.model import weights
+from srtrl.model import folders
+from srtrl.model.folders import end_token_ids, load_tokenizer, locate
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import (
-    end_token_ids,
-    init_model,
-    load_model,
-    load_tokenizer,
-    locate,
-    named_tensors,
-    read_config,
-    save_model,
-)
+from srtrl.model.weights import init_model, load_model, named_tensors, read_config, save_model
 
 LENGTHS = (30, 7)
 FIELDS: dict[str, Any] = {
@@ -274,7 +266,7 @@ def test_initial_weights_are_of_their_seed_alone() -> None:
 def test_bundled_models_and_hub_names_are_found_or_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "BUNDLED_FOLDER", tmp_path)
+    monkeypatch.setattr(folders, "BUNDLED_FOLDER", tmp_path)
     assert locate(f"bundled:{folder.name}") == folder
     for name in ("bundled:", f"bundled:../{tmp_path.name}"):
         with pytest.raises(ValueError, match="no such bundled model; bundled are: model"):

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from srtrl.build import TrainingResult, run_training
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import checkpoint_name, latest_checkpoint, save_policy
+from srtrl.run.checkpoint import save_policy
 from srtrl.run.folder import RunFolder, open_run_folder
+from srtrl.run.steps import checkpoint_name, latest_checkpoint
 from srtrl.tasks import arithmetic
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.warm_start.training import train_tokenizer

@@ -7,20 +7,22 @@ them before they start.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import AliasChoices, Field
-from transformers import PreTrainedTokenizerBase
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.engine.sampling import make_rng_key
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
+from srtrl.model.noise import make_rng_key
 from srtrl.recipe.file import RecipeError, read_source, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import Completion, Request, Response, SamplingParams, SegmentKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Tokens = npt.NDArray[np.int32]
 Extensions = tuple[tuple[int, int], ...]
@@ -199,7 +201,7 @@ def _read(path: Path) -> list[tuple[str, _Row]]:
 
 
 def _prompt_of(
-    place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None, seed: int | None, max_tokens: int
+    place: str, row: _Row, index: int, tokenizer: "PreTrainedTokenizerBase | None", seed: int | None, max_tokens: int
 ) -> RecordedPrompt:
     prompt = row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)
     samples = []
@@ -216,7 +218,7 @@ def _prompt_of(
 
 
 def _encode(
-    place: str, text: str | None, tokenizer: PreTrainedTokenizerBase | None, *, is_sample: bool = False
+    place: str, text: str | None, tokenizer: "PreTrainedTokenizerBase | None", *, is_sample: bool = False
 ) -> list[int]:
     """The tokens of a text; those of a sample end with the end token, once."""
     if not text:

@@ -15,6 +15,7 @@ from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.page_pool import PagePool
+from srtrl.engine.plain_steps import PlainSteps
 from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
@@ -71,6 +72,7 @@ class Engine:
         )
         self.policy_version = 0
         self.stats = EngineStats()
+        self.plain_steps = PlainSteps(options.slots)
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
         self._compile_kernels = compile_kernels
@@ -191,6 +193,7 @@ class Engine:
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
+        self.plain_steps.end(slots)
         completions = [self._completion(sample) for sample in ended]
         run_aheads = [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions]
         self.drafter.finish(slots, [None if text.response.extensions else text for text in run_aheads])
@@ -219,6 +222,7 @@ class Engine:
         finally:
             self._is_decoding = False
             self._give_up(self.scheduler.clear())
+            self.stats.add_saved(*self.plain_steps.take(self.control.cost))
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -255,9 +259,11 @@ class Engine:
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
         clock.lap("observe")
         self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
+        num = step.num_primaries
+        self.plain_steps.add_step(step.slots[:num], verified.num_new[:num], len(step.slots) - num + trees.num_nodes)
         completions = self._take_finished(verified)
         clock.lap("finish")
-        self._num_rows = step.num_primaries + trees.num_nodes
+        self._num_rows = num + trees.num_nodes
         self._record(step, trees, drafted, verified, clock)
         return completions
 
@@ -296,6 +302,7 @@ class Engine:
         if step.ended:
             self._give_up(step.ended)
         if step.started:
+            self.plain_steps.start(step.started)
             slots = np.array([sample.slot for sample in step.started])
             requests = [
                 replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
@@ -365,12 +372,14 @@ class Engine:
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
             completions.append(self._completion(sample, finish_reason))
         known = [None if c.request.has_turns else c for c in completions]  # a paused sample is not complete
+        self.plain_steps.end(verified.slots[ended].tolist())
         self.drafter.finish(verified.slots[ended].tolist(), known)
         return [completion for completion in completions if not completion.request.is_run_ahead]
 
     def _give_up(self, ended: Mapping[int, Sample]) -> None:
         """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
         texts = [self._completion(s) if s.request.is_run_ahead else None for s in ended.values()]
+        self.plain_steps.end(list(ended))
         self.drafter.finish(list(ended), texts)
 
     def _completion(self, sample: Sample, finish_reason: FinishReason | None = None) -> Completion:

@@ -11,7 +11,6 @@ with the smallest -log(u) / p (the same race as the largest logit + Gumbel), and
 computed alone in a fixed order, so its bits do not depend on the batch. Letters: N rows, V vocabulary.
 """
 
-import hashlib
 from typing import Any
 
 import numba
@@ -24,7 +23,6 @@ from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.kernels import inner
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2, hash_row, uniform_of
 from srtrl.model.vector_exp import exp_parts
-from srtrl.types import Purpose
 
 Array = npt.NDArray[Any]
 
@@ -36,19 +34,6 @@ TINY = 1e-30
 """Weights below are too coarse for the quick rejection."""
 MARGIN = 1.0001
 """Room for the float32 error of the probabilities that the quick rejection uses (about 1e-6 relative)."""
-
-
-def make_rng_key(seed: int, purpose: Purpose, draw_index: int, sample_index: int) -> int:
-    """Return the unsigned 64-bit RNG key of one sample: a hash of everything that names it.
-
-    In training `draw_index` is the draw's place in the data order of the whole run, and no draw is sampled in two
-    steps. So the names of all samples that a run ever learns from differ, and so do their rng_keys, but for collisions
-    of the hash (of n samples, n^2 / 2^65: 3e-6 for ten million). Two draws of one prompt are two draws. Names of other
-    purposes differ in their second part: evaluation shares no noise with training. A run-ahead has, on purpose, the
-    name of the sample that it decodes early.
-    """
-    name = f"{seed}/{purpose}/{draw_index}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 def _signed(value: int) -> int:

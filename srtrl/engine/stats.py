@@ -1,5 +1,6 @@
 """Counts and seconds of decode steps, reported under `engine/`."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -79,6 +80,10 @@ class EngineStats:
     num_slots: int = 0
     num_pages: int = 0
     num_preemptions: int = 0
+    num_plain_steps: int = 0
+    """Decode steps of the same samples without drafts."""
+    saved_seconds: float = 0.0
+    """By which decode steps took less than these, drafting not counted; NaN where no cost of a step is known."""
     seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(STAGES)))
     """By stage, in the order of `STAGES`."""
 
@@ -109,6 +114,11 @@ class EngineStats:
         for stage, seconds in clock.seconds.items():
             self.seconds[STAGE_NUMBERS[stage]] += seconds
 
+    def add_saved(self, num_plain_steps: int, saved_seconds: float) -> None:
+        """Count what drafts saved in a rollout, see `PlainSteps.take`."""
+        self.num_plain_steps += num_plain_steps
+        self.saved_seconds += saved_seconds
+
     def metrics(self, num_ranks: int = 1) -> dict[str, float]:
         """Flat metrics of this many engines; seconds are means over them."""
         decodes, drafts = max(self.num_decodes, 1), max(self.num_drafts, 1)
@@ -117,6 +127,7 @@ class EngineStats:
             "engine/pages": self.num_pages,
             "engine/preemptions": self.num_preemptions,
             "engine/decode_steps": self.num_steps,
+            "engine/steps_without_drafts": self.num_plain_steps,
             "engine/tokens": self.num_tokens,
             "engine/tokens_per_decode_step": self.num_tokens / decodes,
             "engine/verified_per_decode_step": 1 + self.num_draft_nodes / decodes,
@@ -132,6 +143,9 @@ class EngineStats:
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
+        if math.isfinite(self.saved_seconds):
+            draft_seconds = seconds["propose"] + seconds["choose"]
+            metrics["engine/saved_seconds"] = self.saved_seconds / num_ranks - draft_seconds
         if seconds["wait"]:
             metrics["engine/host_share"] = 1 - seconds["wait"] / sum(seconds.values())
         return metrics

@@ -15,7 +15,8 @@ from pathlib import Path
 from srtrl import build
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.run.checkpoint import MANIFEST, check_policy
+from srtrl.run.steps import checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.grading import Grader

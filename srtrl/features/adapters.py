@@ -11,18 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from srtrl.model.files import full_disk_as_os_error, read_json, read_tensors
+from srtrl.model.files import full_disk_as_os_error, read_tensors
+from srtrl.model.folders import ADAPTER_CONFIG, base_of, find_adapter, locate, read_json
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import (
-    ADAPTER_CONFIG,
-    base_of,
-    check_shape,
-    find_adapter,
-    load_model,
-    locate,
-    named_tensors,
-    write_json,
-)
+from srtrl.model.weights import check_shape, load_model, named_tensors, write_json
 
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint."""
@@ -55,7 +47,7 @@ class Adapter:
 
 
 def load_policy(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """The model at `path` (see `weights.locate`); an adapter there is merged into its base model.
+    """The model at `path` (see `folders.locate`); an adapter there is merged into its base model.
 
     Raises:
         ValueError: as `weights.load_model`, `read_adapter` and `merge_adapter`.

@@ -19,8 +19,9 @@ from torch.nn import functional
 from srtrl.features.adapters import load_policy
 from srtrl.model.attention import AttentionPlan, PackedPlan
 from srtrl.model.files import full_disk_as_os_error, read_tensors
+from srtrl.model.folders import locate
 from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.model.weights import locate, save_model
+from srtrl.model.weights import save_model
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_part
@@ -169,7 +170,7 @@ def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
-    """The critic in the folder at `path` (see `weights.locate`), or a policy's body with a fresh head.
+    """The critic in the folder at `path` (see `folders.locate`), or a policy's body with a fresh head.
 
     A folder with `value_head.safetensors` is a critic's. A critic saved in `dtype` has the same bits.
 

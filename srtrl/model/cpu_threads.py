@@ -1,7 +1,8 @@
 """One thread count for torch and for the Numba kernels."""
 
+import sys
+
 import numba
-import torch
 
 WORK_PER_THREAD = 100_000
 """Multiply-adds that are worth a thread: some tens of microseconds."""
@@ -14,6 +15,8 @@ def set_cpu_threads(num_threads: int | None = None) -> None:
     would give other bits after it than before, and run slowly on a busy machine. So that call is made here, and
     torch's count set after it.
     """
+    import torch
+
     count = num_threads or torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     torch.set_num_threads(count)
@@ -23,7 +26,8 @@ def use_kernel_threads(work: int) -> None:
     """Let the next Numba kernel use as many of torch's threads as its `work` (in multiply-adds) pays for.
 
     A thread that has little to do costs more to wake and to wait for, above all on a busy machine. Kernels compute each
-    row alone, so the number of threads does not change a bit.
+    row alone, so the number of threads does not change a bit. Without torch, which takes a second to import, it is one.
     """
-    limit = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    limit = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 1
+    limit = min(limit, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     numba.set_num_threads(max(1, min(limit, work // WORK_PER_THREAD)))

@@ -1,8 +1,7 @@
-"""The files of a model folder: which safetensors files hold its weights, and what is read from them and from JSON."""
+"""The files of a model folder: which safetensors files hold its weights, and what is read from them."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from srtrl.model.folders import read_json
 
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -89,17 +90,6 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                     "(float32, bfloat16, float16, float64)"
                 )
             yield name, tensor
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError, which names the file, if it has none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
-        raise ValueError(f"{file}: no readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found a {type(value).__name__}")
-    return value
 
 
 @contextmanager

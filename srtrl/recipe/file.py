@@ -155,6 +155,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return build_recipe(read_source(path, overrides))
 
 
+def is_recipe(path: Path) -> bool:
+    """Whether there is something at this path, or a recipe of this name comes with srtrl."""
+    return path.exists() or (BUNDLED / f"{path}.yaml").is_file()
+
+
 def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
     """Read the plain data of a recipe and apply overrides, see `load_recipe`; nothing is checked by the schema yet."""
     bundled = {file.stem: file for file in sorted(BUNDLED.glob("*.yaml"))}
@@ -163,10 +168,11 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
         text = regular_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else f"not UTF-8 ({error})"
-        if (path / "recipe.yaml").is_file():
-            reason = f"it is the folder of a run; --resume continues it, and its recipe is {path / 'recipe.yaml'}"
+        if runs := [run for run in (path, "runs" / path) if (run / "recipe.yaml").is_file()]:
+            reason = f"it is the folder of a run; --resume continues it, and its recipe is {runs[0] / 'recipe.yaml'}"
         elif isinstance(error, FileNotFoundError):
-            reason += suggestion(path.stem, bundled)
+            here = [*Path().glob("*.yaml"), *(file.parent for file in Path().glob("runs/*/recipe.yaml"))]
+            reason += suggestion(path.stem, bundled) or suggestion(path.name, [one.name for one in here])
             reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"
         raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from error
     data, lines = read_yaml(text, str(path), is_file=True)

@@ -1,4 +1,4 @@
-"""Charts of metrics over steps, drawn by matplotlib into SVG text: one line a metric, with its name in the legend."""
+"""Charts of metrics over steps, drawn by matplotlib into SVG text: one line a metric, in words in the legend."""
 
 import io
 import re
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 STYLE: dict[Any, Any] = {
+    "axes.formatter.limits": (-3, 6),
     "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.spines.right": False,
@@ -53,6 +54,18 @@ class Chart:
     note: str = ""
     is_log: bool = False
     """Logarithmic scale."""
+    includes: tuple[float, ...] = ()
+    """Values that the axis shows in any case."""
+
+
+@dataclass(slots=True)
+class Line:
+    """A line of a chart."""
+
+    metric: str
+    label: str
+    points: list[tuple[float, float]]
+    """Step and value."""
 
 
 SPEED = "Speed and speculation"
@@ -94,7 +107,7 @@ CHARTS = {
         Chart("Time of tools", "seconds", ["engine/tool_seconds_*", "time/tools"], "time/tools: nothing decoded."),
     ),
     "Update": (
-        Chart("Loss", "loss", ["loss"], "Not a measure of progress."),
+        Chart("Loss", "loss", ["loss"], "Not a measure of progress.", includes=(-1e-3, 1e-3)),
         Chart("KL to the reference", "nats per token", ["kl/ref"], "How far the policy has moved from its start."),
         Chart("Entropy", "nats per token", ["entropy"], "Near zero the policy hardly explores any more."),
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
@@ -102,7 +115,7 @@ CHARTS = {
         Chart("Stale tokens", "share", ["off_policy/*share", "off_policy/age_*"], "Of earlier policies, by age."),
         Chart("Weights of stale tokens", "weight", ["off_policy/weight_*"], "Current over earlier policy, not capped."),
         Chart("Gradient norm", "norm", ["grad_norm", "critic/grad_norm"], "Before clipping.", is_log=True),
-        Chart("Learning rate", "learning rate", ["learning_rate", "critic/learning_rate"]),
+        Chart("Learning rate", "learning rate", ["learning_rate", "critic/learning_rate"], includes=(0.0,)),
         Chart("Critic", "reward", ["critic/loss", "critic/value_mean", "critic/return_mean"], "Loss: squared reward."),
         Chart("Explained variance", "share of variance", ["critic/explained_variance"], "1: perfect, 0: no help."),
         Chart(
@@ -120,6 +133,8 @@ CHARTS = {
         Chart(
             "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),
+        Chart("Decode steps", "steps", ["engine/decode_steps", "engine/steps_without_drafts"], includes=(0.0,)),
+        Chart("Time that drafts save", "seconds", ["engine/saved_seconds"], "Below 0: lost.", includes=(0.0,)),
         Chart(
             "Tokens per decode step",
             "tokens of a sequence",
@@ -153,34 +168,57 @@ def chart_style() -> AbstractContextManager[None]:
     return rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)})
 
 
-def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
-    """SVG text of the chart's metrics; None where each of them is absent or zero throughout.
+def lines_of(chart: Chart, rows: Sequence[Mapping[str, float]]) -> list[Line]:
+    """The chart's lines, without metrics that are absent or zero throughout; equal ones are one line."""
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value)
+    lines: list[Line] = []
+    for metric in (name for pattern in chart.metrics for name in match_names(names, pattern)):
+        points = [(row["step"], row[metric]) for row in rows if metric in row]
+        if same := next((line for line in lines if line.points == points), None):
+            same.label += f" = {in_words(metric)}"
+        else:
+            lines.append(Line(metric, in_words(metric), points))
+    return lines
 
-    Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval.
+
+def in_words(metric: str) -> str:
+    """A metric's name in a legend: that in docs/metrics.md without its group, where that is not the point."""
+    group, _, name = metric.partition("/")
+    beginning = {"eval": "held-out ", "critic": "critic "}.get(group, "")
+    return beginning + (name or group).replace("_", " ").replace("/", " ")
+
+
+def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
+    """SVG text of the chart's lines; None where there are none.
+
+    Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval. Two evaluations are two points,
+    not a line.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if value)
-    metrics = [name for pattern in chart.metrics for name in match_names(names, pattern)]
-    if not metrics:
+    lines = lines_of(chart, rows)
+    if not lines:
         return None
     with chart_style():
-        figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(metrics)), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(lines)), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        for metric in metrics:
-            logged = [row for row in rows if metric in row]
-            steps, values = [row["step"] for row in logged], [row[metric] for row in logged]
-            line = draw_line(axes, steps, values, label=metric)
-            if f"{metric}_low" in logged[0]:
-                low, high = ([row[f"{metric}_{end}"] for row in logged] for end in ("low", "high"))
+        for one in lines:
+            steps, values = zip(*one.points, strict=True)
+            line = draw_line(axes, steps, values, label=one.label)
+            if one.metric.startswith("eval/") and len(steps) < 3:
+                line.set_linestyle("none")
+            logged = [row for row in rows if f"{one.metric}_low" in row]
+            if logged:
+                low, high = ([row[f"{one.metric}_{end}"] for row in logged] for end in ("low", "high"))
                 arms = [np.subtract(values, low), np.subtract(high, values)]
                 axes.errorbar(steps, values, arms, fmt="none", color=line.get_color())
         if chart.is_log:
             axes.set_yscale("log", nonpositive="clip")
         else:
             bottom, top = axes.get_ylim()
+            bottom, top = min(bottom, *chart.includes, top), max(top, *chart.includes, bottom)
             missing = MIN_SPAN * max(abs(bottom), abs(top)) - (top - bottom)
             axes.set_ylim(bottom - max(missing, 0) / 2, top + max(missing, 0) / 2)
         figure.legend(loc="outside lower left", ncols=2)

@@ -3,11 +3,13 @@
 Runs that differ only in their seed are one group, and a group has a mean and a spread.
 """
 
+import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
     from srtrl.report.runs import Run
 
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
+"""97.5% quantiles of Student's t distribution of 1, 2, ... degrees of freedom; the last one is taken for more."""
 FREE_FIELDS = {"seed", "name", "output_dir", "log"}
 """Sections of a recipe in which the runs of a group may differ: what is learned depends on the seed alone."""
 
@@ -36,7 +40,7 @@ def command(
 
     Runs that differ only in their seed share a row of the table, with mean, minimum and maximum. `before` and `after`
     are the first and the last step at which all runs of the row have the metric; `seconds` are those of all stages up
-    to there, without compilation.
+    to there, without compilation. The last line says which differences are more than the noise of seeds.
     """
     from rich.console import Console
 
@@ -58,6 +62,7 @@ def command(
     for run in read:
         if not run.is_finished:
             print(f"{run.folder} has done {run.num_steps} steps and is not finished")
+    print(textwrap.fill(describe_noise(groups, metric), 78))
     if out is not None:
         write_atomic(out, draw_comparison(groups, metric))
         print(f"the picture is in {out}")
@@ -122,10 +127,12 @@ def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
 
     from srtrl.report.charts import STAGES
 
-    table = Table(title=f"{metric}: mean over seeds (minimum to maximum)")
-    table.add_column("run", overflow="fold")
-    for name in ("seeds", "steps", "before", "after", "seconds"):
-        table.add_column(name, justify="right")
+    table = Table(title=f"{metric}: mean over seeds, below it minimum to maximum")
+    table.add_column("run", overflow="fold", min_width=8)
+    table.add_column("seeds", overflow="fold", min_width=5)
+    for name in ("steps", "before", "after", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    digits = ".1%" if is_share(metric) else ".4g"
     for group in groups:
         first, last = group.steps[0], group.steps[-1]
         seconds = [
@@ -136,16 +143,41 @@ def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
             group.label,
             ", ".join(str(run.recipe.seed) for run in group.runs),
             f"{first} to {last}",
-            _cell([values[first] for values in group.values], ".4g"),
-            _cell([values[last] for values in group.values], ".4g"),
-            _cell(seconds, ",.1f"),
+            _cell([values[first] for values in group.values], digits),
+            _cell([values[last] for values in group.values], digits),
+            _cell(seconds, ",.1f" if max(seconds) < 1000 else ",.0f"),
         )
     return table
 
 
 def _cell(values: Sequence[float], digits: str) -> str:
     mean, low, high = (format(value, digits) for value in (fmean(values), min(values), max(values)))
-    return mean if low == high else f"{mean} ({low} to {high})"
+    return mean if low == high else f"{mean}\n{low} to {high}"
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is shown in percent."""
+    return metric.endswith(("accuracy", "share"))
+
+
+def describe_noise(groups: Sequence[RunGroup], metric: str) -> str:
+    """One sentence: how large a difference between two rows must be to be more than the noise of seeds.
+
+    By the t-test of two rows with the fewest runs (of one row, against another of as many), the variance pooled over
+    all rows: a difference of t s sqrt(1/n + 1/m).
+    """
+    lasts = [[values[group.steps[-1]] for values in group.values] for group in groups]
+    degrees = sum(len(last) - 1 for last in lasts)
+    if degrees == 0:
+        return "Each row is one run: train each recipe with several seeds to see which differences are more than noise."
+    spread = math.sqrt(sum(variance(last) * (len(last) - 1) for last in lasts if len(last) > 1) / degrees)
+    n, m = sorted(map(len, lasts if len(lasts) > 1 else lasts * 2))[:2]
+    least = T_95[min(degrees, len(T_95)) - 1] * spread * math.sqrt(1 / n + 1 / m)
+    shown = [f"{100 * value:.1f} points" if is_share(metric) else f"{value:.3g}" for value in (spread, least)]
+    return (
+        f"Seeds differ by {shown[0]} (standard deviation): between rows of {n} and {m} runs, differences of less than "
+        f"{shown[1]} after training cannot be told from noise (95%)."
+    )
 
 
 def draw_comparison(groups: Sequence[RunGroup], metric: str) -> str:

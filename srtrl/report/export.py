@@ -35,9 +35,9 @@ def command(
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.features.adapters import ADAPTER_FOLDER
     from srtrl.metrics import new_folder
-    from srtrl.model.weights import load_tokenizer
+    from srtrl.model.folders import load_tokenizer
     from srtrl.report.runs import read_run
-    from srtrl.run.checkpoint import step_of
+    from srtrl.run.steps import step_of
 
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise ValueError(f"{folder} exists and is not an empty folder: delete it, or export to another one")

@@ -5,6 +5,7 @@ import sys
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ import numpy as np
 from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.metrics import check_output, write_atomic
-from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline
+from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
 from srtrl.report.rollouts import read_samples
-from srtrl.report.runs import Run, read_run
+from srtrl.report.runs import Run, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
-from srtrl.run.metrics import headline, run_figures
+from srtrl.run.metrics import headline, longest_stages, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MARK = "· srtrl</title>"
@@ -26,6 +27,8 @@ NUM_STEPS = 6
 """Steps of which samples are shown."""
 MANY_TRUNCATED = 0.5
 """With a larger share of truncated responses there is a notice."""
+MAX_POINTS = 250
+"""Of a line, to look at under the pointer."""
 NUM_PER_OUTCOME = 3
 """Samples of a step and outcome that are shown."""
 
@@ -61,7 +64,9 @@ def render(run: Run) -> str:
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
         headline=list(headline(run.rows).items()),
         decoded=_decoded(run),
-        figures=list(run_figures(run.rows).items()),
+        figures=[(name, figure) for name, figure in run_figures(run.rows).items() if name != "time of all stages"],
+        stages=[(name, seconds) for name, seconds in longest_stages(run.rows) if seconds > 0],
+        over_time=_over_time(run),
         notices=list(_notices(run)),
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
         run_folder=run.folder,
@@ -92,19 +97,47 @@ def _notices(run: Run) -> Iterator[str]:
         yield f"Grading failed for some training samples, whose reward is 0: {counts}."
 
 
-def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
-    """The charts that there is data for, each with its picture as SVG for the page."""
+def _sections(run: Run) -> dict[str, list[tuple[Chart, str, dict[str, list[tuple[float, float]]]]]]:
+    """The charts that there is data for, each with its picture as SVG for the page, and the points of its lines."""
     in_training = [
         # Compilation, which is part of the first step, would dwarf all other seconds.
         {**row, "time/step": row["time/step"] - row.get("time/compile", 0)}
         for row in run.rows
         if row["step"] > 0
     ]
-    drawn = {
-        name: [(chart, draw(chart, in_training if name == SPEED else run.rows)) for chart in charts]
-        for name, charts in CHARTS.items()
-    }
-    return {name: [(chart, inline(svg)) for chart, svg in charts if svg is not None] for name, charts in drawn.items()}
+    sections = {}
+    for name, charts in CHARTS.items():
+        rows = in_training if name == SPEED else run.rows
+        drawn = [(chart, draw(chart, rows), lines_of(chart, rows)) for chart in charts]
+        sections[name] = [
+            (chart, inline(svg), {line.label: _thinned(line.points) for line in lines})
+            for chart, svg, lines in drawn
+            if svg is not None
+        ]
+    return sections
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS` of them, of four digits."""
+    every = -(-len(points) // MAX_POINTS)
+    return [(step, float(f"{value:.4g}")) for step, value in points[::every]]
+
+
+def _over_time(run: Run) -> list[tuple[int, str, dict[str, Any]]]:
+    """A prompt at the first, the middle and the last step that sampled it: step, what its group was, a sample.
+
+    It is the prompt with the most steps; nothing where each has one.
+    """
+    steps_of = steps_by_prompt(run.rollout_files)
+    prompt_id = max(steps_of, key=lambda name: len(steps_of[name]), default="")
+    steps = steps_of.get(prompt_id, [])
+    if len(steps) < 2:
+        return []
+    shown = []
+    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
+        samples = [one for one in read_samples(run, step=step) if one["prompt_id"] == prompt_id]
+        shown.append((step, f"mean reward {fmean(one['reward'] for one in samples):.2f} of {len(samples)}", samples[0]))
+    return shown
 
 
 def _decoded(run: Run) -> DecodedResponse | None:

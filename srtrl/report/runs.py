@@ -9,7 +9,7 @@ from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import suggestion
-from srtrl.run.checkpoint import step_of
+from srtrl.run.steps import step_of
 
 if TYPE_CHECKING:
     import pyarrow

@@ -12,9 +12,9 @@ from srtrl.bench.recorded import RecordedPrompt, feed_drafter, merge_prompts, re
 from srtrl.bench.replay_loop import LiveSample, Replay
 from srtrl.drafters.srt import Drafter
 from srtrl.engine.stopping import decode
-from srtrl.model.weights import load_tokenizer
+from srtrl.model.folders import load_tokenizer
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
-from srtrl.run.checkpoint import latest_checkpoint
+from srtrl.run.steps import latest_checkpoint
 
 NUM_BRANCHES = 40
 """Maximum number of branches that are shown."""
@@ -144,15 +144,15 @@ class DecodedResponse:
     prompt_id: str
     num_earlier: int
     """Rollouts that the drafts came from."""
-    pieces: list[tuple[str, int]]
-    """Text and number of tokens of each step; the first token is of the prompt's forward pass, a step of its own."""
+    pieces: list[list[str]]
+    """Texts of the tokens of each step; the first token is of the prompt's forward pass, a step of its own."""
     num_verified: int
     """Tokens that the decode steps verified."""
 
     @property
     def num_tokens(self) -> int:
         """Of the response; observations of an environment are read, not decoded, and do not count."""
-        return sum(num_tokens for _, num_tokens in self.pieces)
+        return sum(map(len, self.pieces))
 
 
 def decoded_response(history: PromptHistory, decode: Decode) -> DecodedResponse:
@@ -166,7 +166,7 @@ def decoded_response(history: PromptHistory, decode: Decode) -> DecodedResponse:
         name=history.later_name,
         prompt_id=history.later.prompt_id,
         num_earlier=len(history.earlier.samples),
-        pieces=[(decode(token_ids), len(token_ids)) for token_ids in steps],
+        pieces=[[on_one_line(decode([token_id])) for token_id in token_ids] for token_ids in steps],
         num_verified=counts.num_nodes + counts.steps,
     )
 
@@ -210,10 +210,10 @@ def print_history(history: PromptHistory, decode: Decode) -> None:
     console.print(_tree(grow_branches(history, NUM_BRANCHES), decode))
     decoded = decoded_response(history, decode)
     console.print(f"\n{decoded.name}, decoded with drafts from this trie; each step gave these tokens", style="bold")
-    (first, _), *pieces = decoded.pieces
-    shown = [Text(on_one_line(first), "dim")]  # of the prompt's forward pass
-    for number, (text, num_tokens) in enumerate(pieces):
-        shown.append(Text.assemble((f"[{num_tokens}] ", "dim"), (on_one_line(text), "cyan" if number % 2 else "")))
+    first, *pieces = decoded.pieces
+    shown = [Text("".join(first), "dim")]  # of the prompt's forward pass
+    for number, texts in enumerate(pieces):
+        shown.append(Text.assemble((f"[{len(texts)}] ", "dim"), ("".join(texts), "cyan" if number % 2 else "")))
     console.print(Text(" | ", "dim").join(shown))
     if num_read := sum(stop - start for start, stop in later.extensions):
         console.print(f"(the output of tools between the turns, {num_read} tokens, is read and not decoded)")

@@ -15,8 +15,8 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from srtrl import ranks
-from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import StageTimer
+from srtrl.model.noise import make_rng_key
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Answer, Turns
 from srtrl.types import (

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import warnings
 import zlib
@@ -33,7 +32,9 @@ from torch import Tensor
 from srtrl import ranks
 from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
 from srtrl.model.files import weight_files
-from srtrl.model.weights import find_adapter, locate, save_model
+from srtrl.model.folders import find_adapter, locate
+from srtrl.model.weights import save_model
+from srtrl.run.steps import checkpoint_name, list_checkpoints, numbered, step_of
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -81,35 +82,6 @@ class TrainerState:
     model_sha256: str = ""
     """See `digest_model`."""
     format: int = FORMAT
-
-
-def checkpoint_name(step: int) -> str:
-    """Folder name of the checkpoint of `step`."""
-    return f"step_{step:06d}"
-
-
-def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint or a rollout file, `step_000010...`; ValueError where there is none."""
-    digits = path.name.removeprefix("step_").split(".")[0]
-    if not digits.isdecimal():
-        raise ValueError(f"{path}: no step in this name, such as step_000010: move the file away")
-    return int(digits)
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a `checkpoints` folder, or None."""
-    return next(reversed(list_checkpoints(folder)), None)
-
-
-def numbered(folder: Path, suffix: str = "") -> list[Path]:
-    """What srtrl has named `step_000010` and a suffix (a pattern) in a folder, in the order of the steps."""
-    name = re.compile(rf"step_(\d{{6}}|[1-9]\d{{6,}}){suffix}")
-    return sorted((path for path in folder.glob("step_*") if name.fullmatch(path.name)), key=step_of)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first (one being written has a name that begins with a dot)."""
-    return [path for path in numbered(folder) if path.is_dir()]
 
 
 def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:

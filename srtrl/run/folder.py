@@ -18,8 +18,9 @@ from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, wr
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
-from srtrl.run.checkpoint import delete, latest_checkpoint, list_checkpoints, num_log_bytes, numbered, step_of
-from srtrl.run.place import StartFlags, check_place, is_empty, run_path
+from srtrl.run.checkpoint import delete, num_log_bytes
+from srtrl.run.place import StartFlags, check_place, is_empty, is_rows, run_path
+from srtrl.run.steps import latest_checkpoint, list_checkpoints, numbered, step_of
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (
@@ -116,6 +117,9 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
     if flags.get("overwrite") and not is_empty(folder):
         with _locked(folder):
             moved_to = move_aside(folder)
+        folder.mkdir(exist_ok=True)
+        for rows in filter(is_rows, [*moved_to.iterdir()]):  # named by the recipes of both
+            shutil.copyfile(rows, folder / rows.name)
     from_step = flags.get("from_step")
     with _locked(folder), ExitStack() as stack:
         if is_new := is_empty(folder):

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from srtrl.run.checkpoint import latest_checkpoint
+from srtrl.run.steps import latest_checkpoint
 
 
 @contextmanager

@@ -1,14 +1,18 @@
 """The machine that trains, for the readers of a run: a line of `machine.txt` each time that training starts."""
 
+from __future__ import annotations
+
 import datetime
 import os
 import platform
 import re
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from srtrl import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 MACHINE_FILE = "machine.txt"
 
@@ -26,6 +30,8 @@ def num_cores() -> int:
 
 def describe_machine(device: torch.device) -> str:
     """Processor (or GPU), versions and date, in one line."""
+    import torch
+
     cores = num_cores()
     name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
     if device.type == "cuda":

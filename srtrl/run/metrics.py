@@ -3,17 +3,23 @@
 The figures of a run are computed from `metrics.jsonl`, so that those of a resumed run are complete.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from srtrl.metrics import MetricRow
-from srtrl.model.transformer import ModelConfig
 from srtrl.recipe.schema import Recipe
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
+
+if TYPE_CHECKING:
+    import torch
+
+    from srtrl.model.transformer import ModelConfig
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_tflops"})
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
@@ -144,6 +150,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
     if device.type != "cuda":
         return {}
+    import torch
+
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {"memory/peak_gib": peak / 2**30}
@@ -170,19 +178,22 @@ def time_metrics(
     return timed
 
 
-def describe_step(metrics: Mapping[str, float]) -> str:
-    """One line about a training step; the accuracy only where it is not the reward."""
-    parts = [f"reward {metrics['reward/mean']:.3f}"]
+def describe_step(metrics: MetricRow) -> str:
+    """A few words about a training step beside its reward; the accuracy only where it is not the reward."""
+    parts = []
     if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
         parts.append(f"accuracy {metrics['accuracy']:.1%}")
-    parts += [
-        f"length {metrics['length/mean']:.0f}",
-        f"{metrics['engine/tokens_per_decode_step']:.1f} tokens per decode",
-        f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
-        f"{metrics['time/step']:.1f} s",
-    ]
+    if saved := saved_by_drafts([metrics]):
+        parts.append(str(saved))
+    parts.append(f"{metrics['time/step']:.1f} s")
     if (seconds := metrics.get("time/compile", 0)) >= 1:
         parts[-1] += f" ({seconds:.1f} s compiling)"
+    return "  ".join(parts)
+
+
+def step_problems(metrics: MetricRow) -> str:
+    """What a reader must know about a training step, else nothing."""
+    parts = []
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed: left out")
@@ -216,36 +227,74 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         for held_out in (before, after)[before is after :]:
             when = f"after step {held_out['step']}" if held_out["step"] else "before training"
             figures[f"held-out {name} {when}"] = with_interval(held_out)
-        gain = after[name] - before[name]
         if before is not after:
+            gain = round(after[name], 3) - round(before[name], 3)  # of the digits that are printed
             figures["gain"] = f"{100 * gain:+.1f} points" if name == "accuracy" else f"{gain:+.3f}"
     if steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
-        figures["training reward, first to last step"] = f"{first:.3f} to {last:.3f}"
+        figures["training reward, first to last"] = f"{first:.3f} to {last:.3f}"
     if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
         figures["steps with nothing to learn from"] = str(num_skipped)
-    num_tokens, num_decode_steps = (
-        sum(int(row[name]) for row in steps) for name in ("tokens/response", "engine/decode_steps")
-    )
-    figures["response tokens"] = f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
     if steps:
-        first, last = (_tokens_per_decode(steps, end) for end in (steps[0], steps[-1]))
-        figures["tokens per decode, first and last epoch"] = f"{first:.2f} and {last:.2f}"
-    seconds = _stage_seconds(rows)
-    total = sum(seconds.values())
-    longest = sorted(seconds, key=lambda stage: -seconds[stage])
-    shares = ", ".join(
-        f"{stage} {seconds[stage] / max(total, 1e-9):.0%}" for stage in longest if 200 * seconds[stage] > total
-    )
+        num_tokens, num_steps = (
+            int(sum(row[f"engine/{name}"] for row in steps)) for name in ("tokens", "decode_steps")
+        )
+        each = max(_tokens_per_decode(steps), 1e-9)
+        num_samples = num_tokens / max(num_steps, 1) / each
+        figures["sampled tokens"] = (
+            f"{num_tokens:,} in {num_steps:,} decode steps of {num_samples:.1f} samples, {each:.2f} tokens each"
+        )
+        first, last = (_tokens_per_decode(_epoch(steps, end)) for end in (steps[0], steps[-1]))
+        figures["tokens each, first and last epoch"] = f"{first:.2f} and {last:.2f}"
+    if saved := saved_by_drafts(steps):
+        figures["decode steps saved by drafts"] = (
+            f"{saved.num_plain - saved.num_steps:,} of {saved.num_plain:,}: {saved}"
+        )
+        if saved.seconds is not None and saved.seconds < 0:
+            figures["decode steps saved by drafts"] += " (verifying drafts took more time than the steps saved)"
+    stages = longest_stages(rows)
+    total = sum(seconds for _, seconds in stages)
+    shares = ", ".join(f"{name} {seconds / max(total, 1e-9):.0%}" for name, seconds in stages if 200 * seconds > total)
     figures["time of all stages"] = f"{total:.1f} s ({shares})"
     return figures
 
 
+class Saved(NamedTuple):
+    """What drafts saved in training steps."""
+
+    num_steps: int
+    """Decode steps."""
+    num_plain: int
+    """The same without drafts."""
+    seconds: float | None
+    """None where the cost of a decode step is not known."""
+
+    def __str__(self) -> str:
+        """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
+        text = f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
+        if self.seconds is not None:
+            text += f", {abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
+        return text
+
+
+def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:
+    """Of these training steps; None where nothing was drafted, or the run is of a version that did not count it."""
+    rows = [row for row in steps if "engine/steps_without_drafts" in row and "engine/cache_hit_rate" in row]
+    if not rows:
+        return None
+    seconds = [row["engine/saved_seconds"] for row in rows if "engine/saved_seconds" in row]
+    names = "engine/decode_steps", "engine/steps_without_drafts"
+    num_steps, num_plain = (int(sum(row[name] for row in rows)) for name in names)
+    return Saved(num_steps, num_plain, sum(seconds) if seconds else None)
+
+
 def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
-    """The three figures of a run to see first: how much better the policy is, what drafts bring, and the time."""
+    """The three figures of a run to see first: what drafts saved, how much better the policy is, and the time."""
     steps = [row for row in rows if row["step"] > 0]
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
+    if saved := saved_by_drafts(steps):
+        figures[f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"] = str(saved)
     if evals:
         name = main_figure(evals[-1])
         values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
@@ -253,9 +302,7 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     elif steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
         figures["training reward, first to last step"] = f"{first:.3f} → {last:.3f}"
-    if steps:
-        figures["tokens per decode step of a sample, last epoch"] = f"{_tokens_per_decode(steps, steps[-1]):.2f}"
-    minutes, seconds = divmod(round(sum(_stage_seconds(rows).values())), 60)
+    minutes, seconds = divmod(round(sum(seconds for _, seconds in longest_stages(rows))), 60)
     figures["time of all stages"] = (
         f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
     )
@@ -267,16 +314,21 @@ def _evaluations(rows: Sequence[MetricRow]) -> list[MetricRow]:
     return [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
 
 
-def _stage_seconds(rows: Sequence[MetricRow]) -> dict[str, float]:
-    """The seconds of each stage in all rows."""
-    return {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+def longest_stages(rows: Sequence[MetricRow]) -> list[tuple[str, float]]:
+    """The stages with their seconds in all rows, the longest first."""
+    seconds = {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+    return sorted(seconds.items(), key=lambda pair: -pair[1])
 
 
-def _tokens_per_decode(steps: Sequence[MetricRow], step: MetricRow) -> float:
-    """New tokens of a sample in a decode step, on average over all steps of the epoch of `step`."""
-    rows = [row for row in steps if int(row["data/epoch"]) == int(step["data/epoch"])]
-    tokens = [row["engine/tokens"] for row in rows]
-    decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in rows]
+def _epoch(steps: Sequence[MetricRow], step: MetricRow) -> list[MetricRow]:
+    """The steps of the epoch of `step`."""
+    return [row for row in steps if int(row["data/epoch"]) == int(step["data/epoch"])]
+
+
+def _tokens_per_decode(steps: Sequence[MetricRow]) -> float:
+    """New tokens of a sample in a decode step, on average over these training steps."""
+    tokens = [row["engine/tokens"] for row in steps]
+    decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in steps]
     return sum(tokens) / max(sum(decodes), 1)
 
 

@@ -1,6 +1,7 @@
 """Where a run lives, and whether it may begin there: looked at before anything is loaded, so nothing imports torch."""
 
 import os
+import re
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -54,7 +55,15 @@ def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is not there, or has at most what a run that was killed at its start leaves."""
+    """Whether a folder is not there, or has at most rows and what a run that was killed at its start leaves."""
     if folder.is_symlink() or not folder.is_dir():
         return not os.path.lexists(folder)
-    return all(is_temporary(path) or (path.name == ".lock" and path.lstat().st_size == 0) for path in folder.iterdir())
+    return all(
+        is_temporary(path) or is_rows(path) or (path.name == ".lock" and path.lstat().st_size == 0)
+        for path in folder.iterdir()
+    )
+
+
+def is_rows(path: Path) -> bool:
+    """Whether a file has rows that were given from Python: it is there before its run."""
+    return re.fullmatch(r"rows_[0-9a-f]{16}\.jsonl", path.name) is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from statistics import fmean
+from textwrap import wrap
 from time import monotonic
 from typing import TYPE_CHECKING, Self
 
@@ -25,6 +27,17 @@ COMPILE_MESSAGE = "compiling CPU kernels: once for this installation, 20 seconds
 STEPS_FOR_TIME_LEFT = 10
 """Last steps whose mean time the remaining ones are expected to take."""
 
+STEPS_OF_REWARD = 10
+"""Last steps whose mean reward is shown."""
+
+SECONDS_PER_LINE = 2.0
+"""Steps that follow a line within this time have none, but the last one and those with a notice."""
+
+WIDTH = 78
+"""Longest line."""
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
 SHOWN_CHARACTERS = 500
 """Of the first prompt, at the start of a run."""
 
@@ -39,6 +52,8 @@ class RunProgress:
         self._num_done = 0
         self._ends: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT + 1)
         """When the last steps ended."""
+        self._last_line = -SECONDS_PER_LINE
+        self._rewards: list[float] = []
         self._status = self.console.status("")
 
     def __enter__(self) -> Self:
@@ -49,15 +64,40 @@ class RunProgress:
     def __exit__(self, *_: object) -> None:
         self._status.stop()
 
-    def step(self, step: int, text: str) -> None:
-        """Print a line about step `step` (1-based), which is done, with the time that the others will take."""
+    def step(self, step: int, text: str, *, reward: float | None = None, notice: str = "") -> None:
+        """Print a line about step `step` (1-based), which is done, at most one in `SECONDS_PER_LINE`.
+
+        `reward`: of the step; shown is the mean of the last steps, with its way since this process began. `notice`:
+        what must not be missed, on a line of its own.
+        """
         self._num_done = step
         self._ends.append(monotonic())
-        num_left = self._num_steps - step
-        if num_left and len(self._ends) > 1:
-            seconds = round(num_left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))
-            text += f"  {timedelta(seconds=seconds)} left"
-        self.say(f"step {step}/{self._num_steps}  {text}")
+        if reward is not None:
+            self._rewards.append(reward)
+        if not notice and step < self._num_steps and self._ends[-1] < self._last_line + SECONDS_PER_LINE:
+            return
+        self._last_line = self._ends[-1]
+        start, end = f"step {step}/{self._num_steps}  ", text
+        if not self.console.is_terminal and (left := self._time_left()):
+            end += f"  {left}"
+        if reward is not None:
+            ends = range(1, len(self._rewards) + 1)
+            means = [fmean(self._rewards[max(0, end - STEPS_OF_REWARD) : end]) for end in ends]
+            start += f"reward {means[-1]:.3f} "
+            if self.console.encoding.startswith("utf"):
+                start += sparkline(means, min(STEPS_OF_REWARD, WIDTH - len(start) - len(end) - 2))
+            start = f"{start.rstrip()}  "
+        for words, indent in ((start + end, ""), (notice, "  ")):
+            for line in wrap(words, WIDTH, initial_indent=indent, subsequent_indent="  "):
+                self.say(line)
+
+    def _time_left(self) -> str:
+        """The time that the other steps will take; nothing where it is not known."""
+        num_left = self._num_steps - self._num_done
+        if not num_left or len(self._ends) < 2:
+            return ""
+        seconds = round(num_left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))
+        return f"{timedelta(seconds=seconds)} left"
 
     def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """Show the stage that runs (on a terminal only) and, with `num_total`, how much of it is done."""
@@ -65,7 +105,8 @@ class RunProgress:
             name, num_done, num_total = "grading", 0, 0  # everything is decoded; there is nothing to count
         if self.console.is_terminal:
             count = f" {num_done}/{num_total}" if num_total else ""
-            self._status.update(f"step {min(self._num_done + 1, self._num_steps)}/{self._num_steps}  {name}{count}")
+            step = f"step {min(self._num_done + 1, self._num_steps)}/{self._num_steps}"
+            self._status.update(f"{step}  {name}{count}  {self._time_left()}")
 
     def compiling(self, num_done: int, num_total: int) -> None:
         """A CPU kernel is being compiled: say once why it takes long."""
@@ -76,6 +117,16 @@ class RunProgress:
     def say(self, text: str) -> None:
         """Print one line."""
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` of the values, the first and the last among them, from the lowest to the highest."""
+    if min(width, len(values)) < 2:
+        return ""
+    number = min(width, len(values))
+    shown = [values[round(i * (len(values) - 1) / (number - 1))] for i in range(number)]
+    low, span = min(shown), (max(shown) - min(shown)) or 1.0
+    return "".join(SPARKS[int((value - low) / span * (len(SPARKS) - 1))] for value in shown)
 
 
 def reporting_compilation(on_compile: Callable[[int, int], None]) -> AbstractContextManager[None]:

@@ -17,16 +17,18 @@ from rich.console import Console
 
 from srtrl import ranks
 from srtrl.metrics import MetricLog, StageTimer
-from srtrl.run.checkpoint import (
-    Part,
-    TrainerState,
-    read_state,
-    save_checkpoint,
-)
+from srtrl.run.checkpoint import Part, TrainerState, read_state, save_checkpoint
 from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.machine import MACHINE_FILE, describe_machine
-from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
+from srtrl.run.metrics import (
+    describe_held_out,
+    describe_step,
+    memory_metrics,
+    step_problems,
+    time_metrics,
+    update_flops,
+)
 from srtrl.run.place import StartFlags, run_path
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
 from srtrl.run.trackers import log_samples, start_trackers
@@ -165,15 +167,15 @@ class Trainer:
         """Report what was loaded, and from where the run continues."""
         say, resume = self.progress.say, self.flags.get("resume")
         if self.run.moved_to is not None:
-            say(f"--overwrite: the folder that was {self.run.path} is now {self.run.moved_to}")
+            say(f"the folder that was {self.run.path} is now {self.run.moved_to}")
         report = self.task.load_report or {"training prompts": len(self.task.train_prompts)}
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
         say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.rollout_context.tokenizer))
         for change in self.changes:
-            say(f"--resume: {change}")
+            say(f"resuming: {change}")
         if resume and self.checkpoint is None:
-            say(f"--resume: {self.run.path} has no checkpoint, starting from step 0")
+            say(f"resuming: {self.run.path} has no checkpoint, starting from step 0")
         elif resume:
             say(f"resuming {self.run.path} after step {self.step} of {self.recipe.train.num_steps}")
 
@@ -290,7 +292,7 @@ class Trainer:
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
-        self.progress.step(self.step, describe_step(row))
+        self.progress.step(self.step, describe_step(row), reward=row["reward/mean"], notice=step_problems(row))
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         self._say_slow_rewards(row)

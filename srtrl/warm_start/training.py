@@ -21,8 +21,9 @@ from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
 from srtrl.metrics import new_folder, temporary_beside, write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.folders import load_tokenizer
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.weights import init_model, load_tokenizer
+from srtrl.model.weights import init_model
 from srtrl.ranks.sharding import end_sharding
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
