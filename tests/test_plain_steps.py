@@ -105,7 +105,7 @@ def test_run_aheads_are_a_price_and_steps_of_them_alone_count_in_both(model: Tra
     sample, *others = requests_for()
     ahead = [replace(one, is_run_ahead=True) for one in others]
     cost = StepCost(points=((1, 1.0), (2048, 2048.0)))
-    drafter = FakeDrafter(uses_run_aheads=True)
+    drafter = FakeDrafter(uses_texts=True)
     engine = Engine(model, options(run_ahead_max_slowdown=10.0), drafter=drafter, cost=cost)
     num_steps = 0
 
@@ -117,7 +117,7 @@ def test_run_aheads_are_a_price_and_steps_of_them_alone_count_in_both(model: Tra
     decode(engine, [sample], run_ahead=ahead, before_step=before_step)
     metrics = engine.take_metrics()
     assert metrics[WITHOUT] == metrics[STEPS] > metrics["engine/tokens"]
-    assert -metrics["engine/run_ahead_rows"] < metrics[SAVED] < 0
+    assert -metrics["engine/background_rows"] < metrics[SAVED] < 0
 
 
 def test_with_fewer_slots_than_samples_the_next_sample_takes_the_slot_that_is_free_first() -> None:

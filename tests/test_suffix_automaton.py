@@ -16,7 +16,7 @@ from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_tab
 from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, Noise, Rule, draft_trees
-from srtrl.drafters.trust import MAX_POWER, NOISE, NUM_CELLS, POWER, make_trust
+from srtrl.drafters.trust import MAX_POWER, NUM_CELLS, make_trust
 from srtrl.engine.sampling import uniform_noise
 
 VOCAB = 5
@@ -133,12 +133,13 @@ def test_known_noise_and_learned_trust_weigh_as_in_the_twin(
         player.extend({moved: tokens})
         twin.extend(moved, tokens)
     trust = make_trust()
-    trust[:NOISE] = random.random((NUM_CELLS, 2)) * (20, 40)
-    trust[NOISE, POWER] = random.uniform(0, MAX_POWER)
+    trust[:] = random.random((NUM_CELLS, 4)) * (20, 40, MAX_POWER, 1)
     noise = Noise(random.integers(0, 2**63, 4).astype(np.uint64), random.integers(0, 99, 4), np.arange(4) < 3)
     for cursor, tree in enumerate(player.propose([max_nodes] * 4, BLEND, min_score, shared, trust, noise)):
         keys, positions = torch.tensor([int(noise.rng_keys[cursor])] * 40), torch.arange(40) + noise.positions[cursor]
-        rows = [Row(uniforms, trust) for uniforms in uniform_noise(keys, positions, VOCAB).tolist()]
+        length = sum(len(tokens) for moved, tokens in steps if moved == cursor)
+        uniforms = uniform_noise(keys, positions, VOCAB).tolist()
+        rows = [Row(uniforms[depth], trust, 1 + length + depth) for depth in range(40)]
         row = rows.__getitem__ if noise.is_known[cursor] else plain_row
         expected = twin.propose(cursor, max_nodes, BLEND, min_score, row)
         assert tree.token_ids.tolist() == expected.token_ids.tolist()

@@ -11,7 +11,7 @@ from srtrl.drafters.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.suffix_automaton import BLOCK, EDGE, NONE, ROOT, TARGET, edges_end, find_edge
 from srtrl.drafters.token_trie import TokenTrie
 from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, Rule
-from srtrl.drafters.trust import DECIDED, FORMULA_WEIGHT, NOISE, NUM_CELLS, POWER, REACHED, Trust
+from srtrl.drafters.trust import DECIDED, FORMULA_WEIGHT, NUM_CELLS, POWER, REACHED, Trust
 
 START = -1
 Text = tuple[int, ...]
@@ -24,9 +24,11 @@ class Row:
     uniforms: Sequence[float] = ()
     """By token."""
     trust: Trust | None = None
+    num_passed: int = 0
+    """Tokens of the text before it, START included."""
 
-    def noise(self, token: int) -> float:
-        return 1.0 if self.trust is None else float((-np.log(self.uniforms[token])) ** -self.trust[NOISE, POWER])
+    def noise(self, token: int, cell: int) -> float:
+        return 1.0 if self.trust is None else float((-np.log(self.uniforms[token])) ** -self.trust[cell, POWER])
 
     def blend(self, formula: float, cell: int) -> float:
         if self.trust is None:
@@ -169,14 +171,14 @@ class ReferenceTrie:
         weights: dict[int, float] = {}
         behind: dict[int, Text] = {}
 
-        def spread(part: float, counts: dict[int, int], total: int, ends: dict[int, Text]) -> None:
+        def spread(part: float, cell: int, counts: dict[int, int], total: int, ends: dict[int, Text]) -> None:
             """Share a context's part of the mass by count and noise; a new token is listed if it is not negligible."""
             listed = {
                 token: count
                 for token, count in counts.items()
                 if token in weights or (count and not part * count < negligible * total)
             }
-            shares = {token: count * row.noise(token) for token, count in listed.items()}
+            shares = {token: count * row.noise(token, cell) for token, count in listed.items()}
             for token in listed:
                 weights.setdefault(token, 0.0)
                 behind.setdefault(token, ends[token])
@@ -193,11 +195,13 @@ class ReferenceTrie:
             if more > 0:
                 trust = more / (more + rule.distinct_weight * len(following))
                 trust *= match / (match + rule.match_weight)
-                part = mass * row.blend(trust, min(int(np.log2(more)), 3) * 5 + min(int(np.log2(match)), 4))
+                column = 5 if match == row.num_passed else min(int(np.log2(match)), 4)
+                cell = min(int(np.log2(more)), 3) * 6 + column
+                part = mass * row.blend(trust, cell)
                 counts = {
                     token: count - before.get(token, 0) * (token in weights) for token, count in following.items()
                 }
-                spread(part, counts, more, {token: (*context, token) for token in following})
+                spread(part, cell, counts, more, {token: (*context, token) for token in following})
                 mass -= part
                 before = following
         if self.rollouts and mass >= negligible:
@@ -210,6 +214,7 @@ class ReferenceTrie:
                     total / (total + rule.distinct_weight * len(following)) * (length / (length + rule.match_weight))
                 )
                 part = mass * row.blend(trust, NUM_CELLS - length)
-                spread(part, following, total, {token: (token,) * (self.count((token,)) > 0) for token in following})
+                ends = {token: (token,) * (self.count((token,)) > 0) for token in following}
+                spread(part, NUM_CELLS - length, following, total, ends)
                 mass -= part
         return {token: (weight, behind[token]) for token, weight in weights.items()}

@@ -10,13 +10,13 @@ from pydantic import Field
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import RolloutCache
-from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
+from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, TopTokens
 
 TRUST_FILE = "draft_trust.json"
 NO_TEXT: Int32Array = np.empty(0, np.int32)
@@ -46,6 +46,7 @@ class Drafter(DrafterBase):
     Options = SrtOptions
     options: SrtOptions
     uses_texts = True
+    num_top = 8
     inserts = True
     """Whether running samples enter their tokens into the tries."""
 
@@ -62,6 +63,8 @@ class Drafter(DrafterBase):
         self._num_repeated = 0
         self._ngrams: dict[str, Table] = {}
         """For each purpose, from texts of all prompts."""
+        self._taught: set[int] = set()
+        """RNG keys of this step's samples whose distributions these were learned from."""
         self._trust: dict[str, Trust] = {}
         """For each purpose, what was learned about contexts and the noise."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
@@ -117,11 +120,27 @@ class Drafter(DrafterBase):
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from what followed the drafts, and insert (or follow) the committed tokens."""
+        self._learn_trust(slots, token_ids, offsets)
+        self._insert(slots, token_ids, offsets)
+
+    def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
+        """As `observe`, and learn phrases from the policy's distributions where the tokens are drawn from them."""
+        self._learn_trust(slots, token_ids, offsets)  # before these phrases are known
+        is_drawn = self._noise.is_known[slots]
+        if self.options.other_prompts:
+            table, tops = self._table(self._purpose), (top.token_ids, top.logprobs)
+            learn_distributions(table, self.cursors.arrays, slots, token_ids, offsets, is_drawn, *tops)
+            self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
+        self._insert(slots, token_ids, offsets)
+
+    def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         teaches = self._is_drafted[slots] & self._noise.is_known[slots]
         if teaches.any():
             trust, ngrams = self._trust[self._purpose], self._ngrams.get(self._purpose, NO_TABLE)
             learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, BLEND, trust, self._noise, ngrams)
         self._is_drafted[slots] = False
+
+    def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         self.cursors.extend(slots, token_ids, offsets)
         self._noise.positions[slots] += offsets[1:] - offsets[:-1]
 
@@ -147,7 +166,8 @@ class Drafter(DrafterBase):
                 self._num_repeated += max(0, num_equal(early, text) - request.num_reused)
             text = np.insert(text, starts, START_TOKEN) if starts else text
             self.cache(request.purpose).add(request.prompt_token_ids, text)
-            self._learn_ngrams(request.purpose, text)
+            if request.rng_key not in self._taught:
+                self._learn_ngrams(request.purpose, text)
 
     def learn_texts(self, texts: TextsByKey) -> None:
         """Keep them for the tries that are built in this step and the next; of two texts of a sample the longer one."""
@@ -167,6 +187,7 @@ class Drafter(DrafterBase):
         """Free the tries that no sample uses: they are built again, from the newest rollouts."""
         self._free_idle(0)
         self._texts = [self._texts[1], {}]
+        self._taught = set()
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
@@ -205,9 +226,12 @@ class Drafter(DrafterBase):
 
     def _learn_ngrams(self, purpose: str, text: npt.NDArray[np.int32]) -> None:
         if self.options.other_prompts:
-            if purpose not in self._ngrams:
-                self._ngrams[purpose] = make_table()
-            learn_ngrams(self._ngrams[purpose], text)
+            learn_ngrams(self._table(purpose), text)
+
+    def _table(self, purpose: str) -> Table:
+        if purpose not in self._ngrams:
+            self._ngrams[purpose] = make_table()
+        return self._ngrams[purpose]
 
     def _free_idle(self, max_bytes: int) -> None:
         """Free tries that no sample uses, the longest idle first, until the others take no more than `max_bytes`."""

@@ -78,7 +78,9 @@ LAST, BEFORE_LAST = 2, 3
 """The last two tokens."""
 INSERTS = 4
 """Whether its tokens enter the trie; if not, they are only followed there."""
-CURSOR = 5
+NUM_PASSED = 5
+"""Tokens of its text, START included: of a match of this length nothing is missing."""
+CURSOR = 6
 
 WORK_PER_TOKEN = 20
 """Cost of inserting a token, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
@@ -328,7 +330,7 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
     while done < len(token_ids):
         token = token_ids[done]
         if token == START_TOKEN:
-            state, match, cursor[LAST] = ROOT, 0, START_TOKEN
+            state, match, cursor[LAST], cursor[NUM_PASSED] = ROOT, 0, START_TOKEN, 0
         if cursor[INSERTS]:
             num_new, parent, edge, needed = _find_continued(memory, state, token)
             if memory[USED] + needed > len(memory):
@@ -346,6 +348,7 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
                 state = int(memory[edge + TARGET])
                 match += 1
         cursor[BEFORE_LAST], cursor[LAST] = cursor[LAST], token
+        cursor[NUM_PASSED] += 1
         done += 1
     cursor[STATE], cursor[MATCH] = state, match
     return done

@@ -81,7 +81,7 @@ class TrieCursors:
                 np.pad(self.arrays.sizes, (0, more)),
                 np.pad(self.arrays.rows, ((0, more), (0, 0))),
             )
-        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
+        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts, 0)
         self.arrays.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
         self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
         for slot, trie in zip(slots.tolist(), tries, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees, ranges
-from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, WAYS, Table, find_context
+from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.suffix_automaton import (
     BEFORE_LAST,
     BLOCK,
@@ -28,6 +28,7 @@ from srtrl.drafters.suffix_automaton import (
     LINK,
     MATCH,
     NONE,
+    NUM_PASSED,
     ROOT,
     STATE,
     TARGET,
@@ -42,7 +43,6 @@ from srtrl.drafters.suffix_automaton import (
 )
 from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
 from srtrl.drafters.trust import (
-    NOISE,
     NUM_CELLS,
     POWER,
     Trust,
@@ -64,7 +64,7 @@ NEGLIGIBLE = 0.25
 SMALLEST_SCORE = 1e-6
 MAX_CHILDREN = 64
 """Children of a node that are considered."""
-NOT_YET = -1.0
+NOT_YET = np.inf
 MAX_CONTEXTS = 6
 """Contexts that give them: of a rule, and two of other prompts."""
 LEARNED_MASS = 0.002
@@ -112,8 +112,8 @@ class Row(NamedTuple):
     key: np.uint64
     """Of its noise."""
     is_known: bool
-    power: float
-    """Exponent of the noise."""
+    num_passed: int
+    """Tokens of the text before it, START included."""
 
 
 class Children(NamedTuple):
@@ -126,7 +126,7 @@ class Children(NamedTuple):
     """State and match of the context that ends with the token."""
     matches: Int32Array
     noise: Float64Array
-    """Factor of its counts; `NOT_YET` where no context has needed it."""
+    """See `_log_exponential`; `NOT_YET` where no context has needed it."""
     weights: Float64Array
     """Probability: the sum of its shares."""
     shares: Float64Array
@@ -168,7 +168,9 @@ def _add_child(children: Children, num: int, token: int, state: int, match: int)
 
 
 @inlined
-def _share_out(children: Children, context: int, num: int, row: Row, listed: int, cell: int, mass: float) -> None:
+def _share_out(
+    children: Children, context: int, num: int, row: Row, trust: Trust, listed: int, cell: int, mass: float
+) -> None:
     """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
     shares, total = children.shares[context], float(listed)
     if row.is_known:
@@ -176,8 +178,8 @@ def _share_out(children: Children, context: int, num: int, row: Row, listed: int
         for i in range(num):
             if 0 < shares[i] < listed:  # of a single one the noise does not matter
                 if children.noise[i] == NOT_YET:
-                    children.noise[i] = math.exp(-row.power * _log_exponential(row, children.token_ids[i]))
-                shares[i] *= children.noise[i]
+                    children.noise[i] = _log_exponential(row, children.token_ids[i])
+                shares[i] *= math.exp(-trust[cell, POWER] * children.noise[i])
             total += shares[i]
     factor = mass / total
     for i in range(num):
@@ -208,7 +210,7 @@ def _blend_contexts(
             break
         more, distinct = memory[state + STATE_TOTAL] - before, num_edges(memory, state)
         if more > 0:
-            cell = cell_of(more, match)
+            cell = cell_of(more, match, match == row.num_passed)
             part = more / (more + rule.distinct_weight * distinct) * (match / (match + rule.match_weight))
             part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
             shares, listed = children.shares[num_contexts], 0
@@ -230,7 +232,7 @@ def _blend_contexts(
                         listed += count
                         num += 1
             if listed:
-                _share_out(children, num_contexts, num, row, listed, cell, part * listed / more)
+                _share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / more)
                 num_contexts += 1
             mass -= part
             before += more
@@ -264,7 +266,7 @@ def _add_shared(
         for way in range(WAYS):
             distinct += shared[entries, ENTRIES + 2 * way + 1] > 0
         cell = NUM_CELLS - length
-        part = total / (total + rule.distinct_weight * distinct) * (length / (length + rule.match_weight))
+        part = total / (total + rule.distinct_weight * distinct * UNIT) * (length / (length + rule.match_weight))
         part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
         shares, listed = children.shares[num_contexts], 0
         for i in range(num):
@@ -281,18 +283,19 @@ def _add_shared(
             shares[i] = count
             listed += count
         if listed:
-            _share_out(children, num_contexts, num, row, listed, cell, part * listed / total)
+            _share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / total)
             num_contexts += 1
         mass -= part
     return num, num_contexts
 
 
 @inlined
-def _row_at(noise: Noise, trust: Trust, slot: int, depth: int) -> Row:
+def _row_at(noise: Noise, cursor: Int32Array, slot: int, depth: int) -> Row:
     """The row of a slot's sample this many tokens after its next one."""
+    num_passed = int(cursor[NUM_PASSED] + depth)
     if slot < len(noise.is_known) and noise.is_known[slot]:
-        return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, trust[NOISE, POWER])
-    return Row(np.uint64(0), False, 0.0)
+        return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, num_passed)
+    return Row(np.uint64(0), False, num_passed)
 
 
 @inner
@@ -319,7 +322,7 @@ def _grow(
     frontier = [(-score, last, NONE, state, match)]  # Numba wants to know the type
     frontier.clear()
     for node in range(len(token_ids)):
-        row = _row_at(noise, trust, slot, depth)
+        row = _row_at(noise, cursor, slot, depth)
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
         num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, negligible, children)
         if len(shared) > 0 and mass >= negligible:
@@ -440,7 +443,8 @@ def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, 
                 square += shares[i] * exponential * exponential
             mean /= total
             gradient = mean - _log_exponential(row, children.token_ids[child])
-            learn_noise(trust, decided * gradient, decided * (square / total - mean * mean))
+            information = decided * (square / total - mean * mean)
+            learn_noise(trust, children.cells[context], decided * gradient, information)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -471,7 +475,7 @@ def learn_rows(
         state = locate(memory, cursor[STATE], match)
         before_last, last = cursor[BEFORE_LAST], cursor[LAST]
         for i in range(offsets[b], offsets[b + 1]):
-            row = _row_at(noise, trust, slot, i - offsets[b])
+            row = _row_at(noise, cursor, slot, i - offsets[b])
             num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, LEARNED_MASS, children)
             if len(shared) > 0:
                 num, num_contexts = _add_shared(
