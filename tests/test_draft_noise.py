@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from drafter_cases import decode, propose, request, run, start
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from srtrl.drafters.srt import TRUST_FILE, Drafter, SrtOptions
-from srtrl.drafters.trust import FIRST_POWER, NUM_CELLS, POWER, REACHED, make_trust
+from srtrl.drafters.trust import NUM_CELLS, POWER, REACHED, make_trust
 from srtrl.engine.sampling import uniform_noise
 from srtrl.model.noise import make_rng_key
 from srtrl.types import TopTokens
@@ -21,6 +22,7 @@ OPTIONS = SrtOptions(other_prompts=False)
 VOCAB, LENGTH, NUM_SAMPLES, NUM_TOP = 20, 60, 24, 8
 CHANCES = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.12), VOCAB + 1)
 """[last token, next token] of a known policy, with an entropy of about 1 nat; the last row is of the beginning."""
+Array = npt.NDArray[np.float64]
 KEYS = [make_rng_key(0, "train", 0, index) for index in range(NUM_SAMPLES)]
 
 
@@ -38,23 +40,27 @@ def sampled_texts() -> list[list[int]]:
     return texts
 
 
-def top_of(text: list[int]) -> TopTokens:
+def top_of(text: list[int], chances: Array = CHANCES) -> TopTokens:
     """What the policy took to be likely in place of each token."""
-    rows = CHANCES[[VOCAB, *text[:-1]]]
+    rows = chances[[VOCAB, *text[:-1]]]
     ids = np.argsort(-rows, axis=1)[:, :NUM_TOP]
     return TopTokens(
         token_ids=ids.astype(np.int32), logprobs=np.log(np.take_along_axis(rows, ids, 1)).astype(np.float32)
     )
 
 
-def taught(*, knows_noise: bool, temperature: float = 1.0) -> tuple[Drafter, list[int]]:
-    """A drafter after all samples, and the accepted tokens of each."""
+def taught(*, knows_noise: bool, temperature: float = 1.0, chances: Array | None = None) -> tuple[Drafter, list[int]]:
+    """A drafter after all samples, and the accepted tokens of each.
+
+    `chances`: those of the policy whose distributions it gets, if any.
+    """
     drafter = Drafter(OPTIONS)
     drafter.knows_noise = knows_noise
     accepted = []
     for key, text in zip(KEYS, sampled_texts(), strict=True):
         one = request(rng_key=key)
-        accepted.append(run(drafter, replace(one, sampling=replace(one.sampling, temperature=temperature)), text))
+        one = replace(one, sampling=replace(one.sampling, temperature=temperature))
+        accepted.append(run(drafter, one, text, top=None if chances is None else top_of(text, chances)))
         drafter.end_step()
     return drafter, accepted
 
@@ -62,6 +68,18 @@ def taught(*, knows_noise: bool, temperature: float = 1.0) -> tuple[Drafter, lis
 def test_more_is_accepted_where_the_noise_is_known() -> None:
     (_, noisy), (_, plain) = taught(knows_noise=True), taught(knows_noise=False)
     assert sum(noisy[8:]) > 1.2 * sum(plain[8:]), "8 nodes a draft, from 8 rollouts of history on"
+
+
+def test_distributions_and_noise_know_more_than_counts_and_noise() -> None:
+    """Of each sample but the first ones, and also if they are of a policy that has moved by 0.01 nats per token."""
+    moved = CHANCES * np.exp(np.random.default_rng(1).normal(0, 0.15, CHANCES.shape))
+    moved /= moved.sum(1, keepdims=True)
+    assert 0.005 < (CHANCES * np.log(CHANCES / moved)).sum(1).mean() < 0.02
+    counts, *distributions = (
+        sum(taught(knows_noise=True, chances=chances)[1][4:]) for chances in (None, CHANCES, moved)
+    )
+    assert distributions[0] > 1.15 * counts
+    assert distributions[1] > 1.1 * counts
 
 
 def test_probabilities_of_other_prompts_tell_more_than_their_tokens() -> None:
@@ -88,7 +106,7 @@ def test_nothing_is_learned_where_tokens_do_not_follow_the_noise() -> None:
 def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:
     drafter, _ = taught(knows_noise=True)
     assert drafter._trust["train"][:, REACHED].sum() > 100
-    assert (drafter._trust["train"][:, POWER] != FIRST_POWER).any()
+    assert (drafter._trust["train"][:, POWER] != make_trust()[:, POWER]).any()
     drafter.save(tmp_path)
     resumed = Drafter(OPTIONS)
     resumed.load(tmp_path)

@@ -4,7 +4,9 @@ Rule `BLEND`: Witten-Bell back-off. A node's context and its suffixes, the longe
 total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left and
 spread it over the tokens that followed them, by count; of a suffix only the occurrences count that are not the longer
 context's. What the last two tokens, then the last one, are followed by in texts of other prompts (`shared_ngrams`)
-counts as contexts of length 2 and 1. What can change no score by `NEGLIGIBLE` times `min_score` is left out.
+counts as contexts of length 2 and 1. The longest context with a known distribution of the policy at its newest
+occurrence comes before all others, with probabilities in place of counts. What can change no score by `NEGLIGIBLE`
+times `min_score` is left out.
 """
 
 import math
@@ -15,6 +17,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.distributions import NUM_TOP, probability
 from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.suffix_automaton import (
@@ -27,6 +30,7 @@ from srtrl.drafters.suffix_automaton import (
     LENGTH,
     LINK,
     MATCH,
+    NEWEST,
     NONE,
     NUM_PASSED,
     ROOT,
@@ -43,11 +47,14 @@ from srtrl.drafters.suffix_automaton import (
 )
 from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
 from srtrl.drafters.trust import (
+    DISTRIBUTION,
     NUM_CELLS,
     POWER,
     Trust,
     blend_trust,
     cell_of,
+    column_of,
+    is_distribution,
     learn_noise,
     learn_trust,
     make_trust,
@@ -64,9 +71,11 @@ NEGLIGIBLE = 0.25
 SMALLEST_SCORE = 1e-6
 MAX_CHILDREN = 64
 """Children of a node that are considered."""
+LIFT = 0.125
+"""Share of what is negligible that a token of a distribution needs: the noise may lift it."""
 NOT_YET = np.inf
-MAX_CONTEXTS = 6
-"""Contexts that give them: of a rule, and two of other prompts."""
+MAX_CONTEXTS = 7
+"""Contexts that give them: a distribution, those of a rule, and two of other prompts."""
 LEARNED_MASS = 0.002
 """Children with less are not listed where trust is learned."""
 LEARN_EVERY = 4
@@ -123,8 +132,10 @@ class Children(NamedTuple):
     counts: Int32Array
     """Occurrences in the last context."""
     states: Int32Array
-    """State and match of the context that ends with the token."""
+    """State and match of the context that ends with the token; the state is `NONE` where it was not looked for."""
     matches: Int32Array
+    logprobs: Float64Array
+    """Of those of a distribution."""
     noise: Float64Array
     """See `_log_exponential`; `NOT_YET` where no context has needed it."""
     weights: Float64Array
@@ -139,10 +150,9 @@ class Children(NamedTuple):
 
 @inlined
 def _make_children() -> Children:
-    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((2 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
-    return Children(
-        numbers[0], numbers[1], numbers[2], numbers[3], floats[0], floats[1], floats[2:], numbers[4], numbers[5]
-    )
+    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
+    token_ids, counts, states, matches, cells, ends = numbers
+    return Children(token_ids, counts, states, matches, floats[0], floats[1], floats[2], floats[3:], cells, ends)
 
 
 @inlined
@@ -181,11 +191,69 @@ def _share_out(
                     children.noise[i] = _log_exponential(row, children.token_ids[i])
                 shares[i] *= math.exp(-trust[cell, POWER] * children.noise[i])
             total += shares[i]
-    factor = mass / total
+    _scale(children, context, num, cell, mass / total)
+
+
+@inlined
+def _scale(children: Children, context: int, num: int, cell: int, factor: float) -> None:
+    """Multiply the shares of a context, which are complete, and add them to the children's weights."""
     for i in range(num):
-        shares[i] *= factor
-        children.weights[i] += shares[i]
+        children.shares[context, i] *= factor
+        children.weights[i] += children.shares[context, i]
     children.cells[context], children.ends[context] = cell, num
+
+
+@inlined
+def _add_distribution(
+    memory: Int32Array,
+    state: int,
+    match: int,
+    rule: Rule,
+    trust: Trust,
+    row: Row,
+    negligible: float,
+    children: Children,
+) -> tuple[int, float]:
+    """Share mass by the distribution at the newest occurrence of the longest context that has one, and the noise.
+
+    Returns the number of children, and the mass left.
+    """
+    while state != ROOT and memory[state + NEWEST] == 0:
+        state = memory[state + LINK]
+        match = memory[state + LENGTH]
+    if state == ROOT or not row.is_known:
+        return 0, 1.0
+    cell = DISTRIBUTION + column_of(match, match == row.num_passed)
+    num, listed, total, power, start = 0, 0.0, 0.0, trust[cell, POWER], memory[state + NEWEST]
+    for number in range(NUM_TOP):
+        chance = probability(memory, start, number)
+        if chance > 0 and chance >= LIFT * negligible:
+            _add_child(children, num, memory[start + number], NONE, 0)
+            children.noise[num] = _log_exponential(row, children.token_ids[num])
+            children.logprobs[num] = math.log(chance)
+            children.shares[0, num] = math.exp(max(power, 1.0) * children.logprobs[num] - power * children.noise[num])
+            listed += chance
+            total += children.shares[0, num]
+            num += 1
+    if num == 0:
+        return 0, 1.0
+    part = min(listed, 1.0) * blend_trust(trust, cell, match / (match + rule.match_weight))
+    _scale(children, 0, num, cell, part / total)
+    return num, 1.0 - part
+
+
+@inlined
+def _locate_child(memory: Int32Array, state: int, match: int, children: Children, i: int) -> None:
+    """Find the longest context that ends with a child's token, after a node with this state and match."""
+    if children.states[i] != NONE:
+        return
+    edge = find_edge(memory, state, children.token_ids[i])
+    while edge == NONE and state != ROOT:
+        state = memory[state + LINK]
+        match = memory[state + LENGTH]
+        edge = find_edge(memory, state, children.token_ids[i])
+    children.states[i] = ROOT if edge == NONE else memory[edge + TARGET]
+    children.matches[i] = 0 if edge == NONE else match + 1
 
 
 @inlined
@@ -204,7 +272,8 @@ def _blend_contexts(
     What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
     in a suffix is listed if it is not negligible by itself.
     """
-    num, num_contexts, before, mass = 0, 0, 0, 1.0
+    num, mass = _add_distribution(memory, state, match, rule, trust, row, negligible, children)
+    num_contexts, before = int(num > 0), 0
     for _ in range(rule.max_contexts):
         if state == ROOT or mass < negligible:
             break
@@ -213,14 +282,15 @@ def _blend_contexts(
             cell = cell_of(more, match, match == row.num_passed)
             part = more / (more + rule.distinct_weight * distinct) * (match / (match + rule.match_weight))
             part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
-            shares, listed = children.shares[num_contexts], 0
+            shares, listed, num_known, num_listed = children.shares[num_contexts], 0, num, 0
             for i in range(num):
-                count = memory[find_edge(memory, state, children.token_ids[i]) + COUNT]
+                edge = find_edge(memory, state, children.token_ids[i])
+                count = 0 if edge == NONE else memory[edge + COUNT]
                 shares[i] = count - children.counts[i]
                 listed += count - children.counts[i]
                 children.counts[i] = count
-            num_known = num
-            if distinct > num_known:
+                num_listed += edge != NONE
+            if distinct > num_listed:
                 for edge in range(memory[state + BLOCK], edges_end(memory, state), EDGE):
                     token, count = memory[edge], memory[edge + COUNT]
                     if token == EMPTY or part * count < negligible * more or num == MAX_CHILDREN:
@@ -332,6 +402,7 @@ def _grow(
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
             if child_score >= min_score:
+                _locate_child(memory, state, match, children, i)
                 heappush(
                     frontier, (-child_score, children.token_ids[i], node - 1, children.states[i], children.matches[i])
                 )
@@ -425,6 +496,13 @@ def draft_trees(
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
 
+@inlined
+def _slope(trust: Trust, row: Row, children: Children, context: int, i: int) -> float:
+    """Derivative of the log of a child's share, before it is scaled, by the exponent of a context."""
+    gumbel, cell = -_log_exponential(row, children.token_ids[i]), children.cells[context]
+    return gumbel + children.logprobs[i] if is_distribution(cell) and trust[cell, POWER] >= 1 else gumbel
+
+
 @inner
 def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, child: int) -> None:
     """Learn from the child that was sampled; one that is not among them was decided by none of the contexts."""
@@ -437,12 +515,12 @@ def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, 
         if decided > 0 and end > 1:
             total, mean, square = 0.0, 0.0, 0.0
             for i in range(end):
-                exponential = _log_exponential(row, children.token_ids[i])
+                slope = _slope(trust, row, children, context, i)
                 total += shares[i]
-                mean += shares[i] * exponential
-                square += shares[i] * exponential * exponential
+                mean += shares[i] * slope
+                square += shares[i] * slope * slope
             mean /= total
-            gradient = mean - _log_exponential(row, children.token_ids[child])
+            gradient = _slope(trust, row, children, context, child) - mean
             information = decided * (square / total - mean * mean)
             learn_noise(trust, children.cells[context], decided * gradient, information)
 
@@ -485,5 +563,6 @@ def learn_rows(
             _learn_token(trust, row, children, num_contexts, child)
             if child == num:
                 break
+            _locate_child(memory, state, match, children, child)
             state, match = children.states[child], children.matches[child]
             before_last, last = last, token_ids[i]

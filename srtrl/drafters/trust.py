@@ -26,27 +26,44 @@ Trust = Float64Array
 the noise and the information (inverse variance) about it."""
 
 DECIDED, REACHED, POWER, INFORMATION = 0, 1, 2, 3
-NUM_CELLS = 26
-"""4 of occurrences x 6 of lengths, then one each for `shared_ngrams` of length 1 and 2."""
+DISTRIBUTION = 24
+"""The first cell of distributions."""
+NUM_CELLS = DISTRIBUTION + 8
+"""4 of occurrences x 6 of lengths, 6 of distributions, then one each for `shared_ngrams` of length 1 and 2."""
 FORMULA_WEIGHT = 8.0
 """The formula counts as this many tokens."""
 MAX_REACHED, MAX_INFORMATION = 2000.0, 400.0
 """With more, old tokens lose half of their weight: the policy moves."""
 MAX_POWER = 1.2
+MAX_SHARPNESS = 8.0
+"""Of a distribution: from 1 on it is the exponent of the probability, too, for the policy is that of the context."""
 FIRST_POWER, FIRST_INFORMATION = 0.6, 8.0
 
 
 def make_trust() -> Trust:
     """Nothing is learned yet."""
-    return np.tile([0.0, 0.0, FIRST_POWER, FIRST_INFORMATION], (NUM_CELLS, 1))
+    trust = np.tile([0.0, 0.0, FIRST_POWER, FIRST_INFORMATION], (NUM_CELLS, 1))
+    trust[DISTRIBUTION:-2, POWER] = 1.0
+    return trust
+
+
+@inlined
+def column_of(length: int, is_whole: bool) -> int:
+    """Lengths of 1, 2, 4, 8, 16 and more tokens, or whole."""
+    return 5 if is_whole else (length >= 2) + (length >= 4) + (length >= 8) + (length >= 16)
+
+
+@inlined
+def is_distribution(cell: int) -> bool:
+    """Whether a cell is one of distributions."""
+    return DISTRIBUTION <= cell < DISTRIBUTION + 6
 
 
 @inlined
 def cell_of(occurrences: int, length: int, is_whole: bool) -> int:
-    """Row of a context in a trie: 1, 2, 4 or 8 and more occurrences; lengths of 1, 2, 4, 8, 16 and more, or whole."""
+    """Row of a context in a trie: 1, 2, 4 or 8 and more occurrences; see `column_of`."""
     row = (occurrences >= 2) + (occurrences >= 4) + (occurrences >= 8)
-    column = 5 if is_whole else (length >= 2) + (length >= 4) + (length >= 8) + (length >= 16)
-    return int(6 * row + column)
+    return 6 * row + column_of(length, is_whole)
 
 
 @inlined
@@ -70,7 +87,7 @@ def learn_noise(trust: Trust, cell: int, gradient: float, information: float) ->
     """Gradient of a token's log-likelihood by the exponent of a context's noise, and the information in it."""
     trust[cell, INFORMATION] += information
     power = trust[cell, POWER] + gradient / trust[cell, INFORMATION]
-    trust[cell, POWER] = min(max(power, 0.0), MAX_POWER)
+    trust[cell, POWER] = min(max(power, 0.0), MAX_SHARPNESS if is_distribution(cell) else MAX_POWER)
     if trust[cell, INFORMATION] > MAX_INFORMATION:
         trust[cell, INFORMATION] /= 2
 
