@@ -12,7 +12,6 @@ in the logarithm of the verified tokens.
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar
@@ -111,11 +110,13 @@ class ReplayWithTops(Replay):
                 logprobs=np.concatenate([row.logprobs for row in found]),
             )
             drafter, plain = self._drafter, self._drafter.observe
-            drafter.observe = partial(drafter.observe_top, top=top)  # type: ignore[method-assign]
-            try:
-                super()._observe(samples, num_tokens)
-            finally:
+
+            def observe(slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
                 drafter.observe = plain  # type: ignore[method-assign]
+                drafter.observe_top(slots, token_ids, offsets, top)
+
+            drafter.observe = observe  # type: ignore[method-assign]
+            super()._observe(samples, num_tokens)
         else:
             super()._observe(samples, num_tokens)
 
