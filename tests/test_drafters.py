@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
 from srtrl.bench.recorded import feed_drafter
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTrees, check_trees
 from srtrl.drafters.history import Drafter as HistoryDrafter
 from srtrl.drafters.ngram import Drafter as NgramDrafter
@@ -43,7 +43,7 @@ Samples = st.lists(
     st.tuples(
         st.integers(0, 1),  # prompt
         st.integers(0, 3),  # rng_key
-        st.booleans(),  # a run-ahead?
+        st.booleans(),  # a text that is decoded early?
         st.booleans(),  # given up?
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=6),  # tokens of each step
     ),
@@ -58,7 +58,7 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
 ) -> None:
     drafter = DRAFTERS[name]()
     for samples in rounds:
-        requests = [request((prompt, 3), rng_key, is_run_ahead=ahead) for prompt, rng_key, ahead, *_ in samples]
+        requests = [request((prompt, 3), rng_key) for prompt, rng_key, *_ in samples]
         start(drafter, dict(enumerate(requests)))
         for step in range(7):
             live = [slot for slot, sample in enumerate(samples) if len(sample[4]) > step]
@@ -68,7 +68,11 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
             ends = [
                 completion(requests[slot], [token for tokens in samples[slot][4] for token in tokens]) for slot in done
             ]
-            drafter.finish(done, [None if samples[slot][3] else end for slot, end in zip(done, ends, strict=True)])
+            for slot, end in zip(done, ends, strict=True):
+                if samples[slot][2]:
+                    drafter.learn_texts({key_of(end.request): {end.request.rng_key: end.response.token_ids}})
+            given_up = [samples[slot][2] or samples[slot][3] for slot in done]
+            drafter.finish(done, [None if up else end for up, end in zip(given_up, ends, strict=True)])
         drafter.end_step()
     if isinstance(drafter, SrtDrafter):
         assert drafter.num_trie_bytes == 0

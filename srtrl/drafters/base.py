@@ -55,10 +55,7 @@ class DrafterBase:
         """The samples that start next are of a new rollout, maybe of a policy with new weights."""
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Samples have got their slots [B].
-
-        `request.is_run_ahead` marks a sample that is decoded for later drafts only.
-        """
+        """Samples have got their slots [B]."""
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return one tree for each of `slots` [B], of at most `max_nodes` [B] nodes; it may be empty.
@@ -86,10 +83,7 @@ class DrafterBase:
         self.observe(slots, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Samples leave their slots; None: given up (preempted, or an interrupted rollout).
-
-        The completion of a run-ahead has the tokens that it has so far: it was ended for the sake of others, as a rule.
-        """
+        """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a background's."""
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Completed samples from elsewhere (recorded rollouts), which had no slot."""
@@ -124,6 +118,11 @@ class DrafterBase:
         Raises:
             ValueError: It cannot be read. A resume says so and goes on with what the drafter has learned anew.
         """
+
+
+def key_of(request: Request) -> PromptKey:
+    """Samples with the same key have the same prompt and purpose."""
+    return request.purpose, request.prompt_token_ids
 
 
 def resolve_drafter(option: str, name: str) -> type[DrafterBase]:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
@@ -153,13 +153,9 @@ class Drafter(DrafterBase):
         self._noise.positions[slots] += offsets[1:] - offsets[:-1]
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Keep completed rollouts; texts of run-aheads are kept apart."""
+        """Keep completed rollouts."""
         self.cursors.stop(slots)
-        finished = [completion for completion in completions if completion is not None]
-        for c in finished:
-            if c.request.is_run_ahead:
-                self.learn_texts({key_of(c.request): {c.request.rng_key: c.response.token_ids}})
-        self.learn([completion for completion in finished if not completion.request.is_run_ahead])
+        self.learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts.
@@ -253,11 +249,6 @@ class Drafter(DrafterBase):
             if trie not in live and num_bytes > max_bytes:
                 num_bytes -= trie.num_bytes
                 del self._tries[key]
-
-
-def key_of(request: Request) -> PromptKey:
-    """Samples with the same key share a trie."""
-    return request.purpose, request.prompt_token_ids
 
 
 def num_equal(text: Int32Array, other: Int32Array) -> int:

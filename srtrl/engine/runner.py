@@ -45,7 +45,6 @@ class EngineOptions:
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
-    run_ahead_max_slowdown: float | None = 0.03
     num_top: int = 0
     """Most likely tokens that the drafter wants of each sampled row; for runners that take them while they sample."""
 

@@ -70,6 +70,8 @@ class EngineStats:
     num_draft_nodes: int = 0
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
+    num_background_steps: int = 0
+    """Steps without primaries: only the next two are counted of them."""
     num_background_rows: int = 0
     num_background_tokens: int = 0
     num_draws: int = 0
@@ -96,14 +98,17 @@ class EngineStats:
         whether the drafter proposed.
         """
         num, num_prefill = step.num_primaries, step.num_prompt_rows
+        self.num_background_rows += len(step.slots) - num
+        self.num_background_tokens += int(verified.offsets[-1] - verified.offsets[num])
+        if step.is_background:
+            self.num_background_steps += 1
+            return
         self.num_steps += 1
         self.num_decodes += num
         self.num_tokens += int(verified.offsets[num])
         self.num_prefill_tokens += num_prefill
         self.num_without_prefill += not num_prefill
         self.num_drafted += drafted and not num_prefill
-        self.num_background_rows += len(step.slots) - num
-        self.num_background_tokens += int(verified.offsets[-1] - verified.offsets[num])
         num_nodes = int(trees.offsets[num])
         if num_nodes:
             accepted = verified.num_new[:num] - 1

@@ -142,11 +142,6 @@ class RankShare(Share):
         self._num_left[rank] = max(0, len(line) - start - count)
         return list(line[start : start + count])
 
-    def run_aheads(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """See `Share`: each rank begins with others."""
-        first, count = ranks.index(), ranks.count()
-        return [request for shift in range(count) for request in requests[(first + shift) % count :: count]]
-
     def report_progress(self, busy_seconds: float = 0.0) -> None:
         """See `Share`: others wait for it with reason."""
         self.busy_seconds += busy_seconds

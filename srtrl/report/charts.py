@@ -24,7 +24,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 9,
     "grid.alpha": 0.4,
     "legend.columnspacing": 1.0,
-    "legend.fontsize": 7.5,
+    "legend.fontsize": 8.5,
     "legend.frameon": False,
     "legend.handlelength": 1.0,
     "svg.fonttype": "none",  # text stays text: the file is small
