@@ -10,12 +10,11 @@ its most likely tokens, which the policy has computed. Of other texts it learns 
 order of completion. Drafts do not depend on threads.
 """
 
-import math
-
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
 from srtrl.drafters.suffix_automaton import BEFORE_LAST, LAST, NONE, START_TOKEN, Cursors
 from srtrl.model.kernels import inlined, inner
 
@@ -81,24 +80,20 @@ def learn_distributions(
     slots: npt.NDArray[np.int64],
     token_ids: npt.NDArray[np.int32],
     offsets: npt.NDArray[np.int64],
-    is_drawn: npt.NDArray[np.bool_],
-    top_ids: npt.NDArray[np.int32],
-    top_logprobs: npt.NDArray[np.float32],
+    distributions: npt.NDArray[np.int32],
 ) -> None:
     """Learn what was likely in place of tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
 
-    Only in the rows that `is_drawn` [B] names; `top_ids` and `top_logprobs` are [tokens, K].
+    `distributions`: [tokens, SIZE], some of them unknown.
     """
     for b in range(len(slots)):
-        if not is_drawn[b]:
-            continue
         before_last, last = int(cursors.rows[slots[b], BEFORE_LAST]), int(cursors.rows[slots[b], LAST])
         for i in range(offsets[b], offsets[b + 1]):
-            for k in range(top_ids.shape[1]):
-                weight = int(UNIT * math.exp(top_logprobs[i, k]) + 0.5)
+            for number in range(NUM_TOP if distributions[i, 0] != UNKNOWN else 0):
+                weight = int(UNIT * probability(distributions[i], 0, number) + 0.5)
                 if weight > 0:
                     for length in (2, 1):
-                        _count(table, before_last if length == 2 else NO_TOKEN, last, top_ids[i, k], weight)
+                        _count(table, before_last if length == 2 else NO_TOKEN, last, distributions[i, number], weight)
             before_last, last = last, int(token_ids[i])
 
 

@@ -132,13 +132,12 @@ class Drafter(DrafterBase):
     def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
         """As `observe`; where the tokens are drawn from them, keep the policy's distributions and learn phrases."""
         self._learn_trust(slots, token_ids, offsets)  # before these phrases are known
-        is_drawn = self._noise.is_known[slots]
-        if self.options.other_prompts:
-            table, tops = self._table(self._purpose), (top.token_ids, top.logprobs)
-            learn_distributions(table, self.cursors.arrays, slots, token_ids, offsets, is_drawn, *tops)
-            self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
-        distributions = pack(top)
+        is_drawn, distributions = self._noise.is_known[slots], pack(top)
         distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
+        if self.options.other_prompts:
+            table = self._table(self._purpose)
+            learn_distributions(table, self.cursors.arrays, slots, token_ids, offsets, distributions)
+            self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
         self._insert(slots, token_ids, offsets, distributions)
 
     def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:

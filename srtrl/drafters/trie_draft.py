@@ -17,6 +17,17 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.children import (
+    MAX_CHILDREN,
+    Children,
+    Row,
+    add_child,
+    find_child,
+    log_exponential,
+    make_children,
+    scale_shares,
+    share_out,
+)
 from srtrl.drafters.distributions import NUM_TOP, probability
 from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
@@ -61,21 +72,15 @@ from srtrl.drafters.trust import (
 )
 from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.kernels import inlined, inner
-from srtrl.model.noise import hash_row, uniform_of
+from srtrl.model.noise import hash_row
 
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 NEGLIGIBLE = 0.25
 """Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
 SMALLEST_SCORE = 1e-6
-MAX_CHILDREN = 64
-"""Children of a node that are considered."""
 LIFT = 0.125
 """Share of what is negligible that a token of a distribution needs: the noise may lift it."""
-NOT_YET = np.inf
-MAX_CONTEXTS = 7
-"""Contexts that give them: a distribution, those of a rule, and two of other prompts."""
 LEARNED_MASS = 0.002
 """Children with less are not listed where trust is learned."""
 LEARN_EVERY = 4
@@ -115,94 +120,6 @@ NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.b
 """Of no slot."""
 
 
-class Row(NamedTuple):
-    """What decides the next token after a node, beside its contexts."""
-
-    key: np.uint64
-    """Of its noise."""
-    is_known: bool
-    num_passed: int
-    """Tokens of the text before it, START included."""
-
-
-class Children(NamedTuple):
-    """The tokens that may follow a node, at most `MAX_CHILDREN`, and the contexts that say so."""
-
-    token_ids: Int32Array
-    counts: Int32Array
-    """Occurrences in the last context."""
-    states: Int32Array
-    """State and match of the context that ends with the token; the state is `NONE` where it was not looked for."""
-    matches: Int32Array
-    logprobs: Float64Array
-    """Of those of a distribution."""
-    noise: Float64Array
-    """See `_log_exponential`; `NOT_YET` where no context has needed it."""
-    weights: Float64Array
-    """Probability: the sum of its shares."""
-    shares: Float64Array
-    """[MAX_CONTEXTS, MAX_CHILDREN], of each context; of children that it knows."""
-    cells: Int32Array
-    """By context, see `cell_of`."""
-    ends: Int32Array
-    """By context, number of children with the context's own."""
-
-
-@inlined
-def _make_children() -> Children:
-    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
-    token_ids, counts, states, matches, cells, ends = numbers
-    return Children(token_ids, counts, states, matches, floats[0], floats[1], floats[2], floats[3:], cells, ends)
-
-
-@inlined
-def _find_child(children: Children, num: int, token: int) -> int:
-    """Index of the child with a token among the first `num`, else `num`."""
-    i = 0
-    while i < num and children.token_ids[i] != token:
-        i += 1
-    return i
-
-
-@inlined
-def _log_exponential(row: Row, token: int) -> float:
-    """Log of the exponential variable -log(u) of a token: its Gumbel noise with the opposite sign."""
-    return math.log(-math.log(uniform_of(row.key, token)))
-
-
-@inlined
-def _add_child(children: Children, num: int, token: int, state: int, match: int) -> None:
-    """Write a child without weight."""
-    children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
-    children.states[num], children.matches[num], children.noise[num] = state, match, NOT_YET
-
-
-@inlined
-def _share_out(
-    children: Children, context: int, num: int, row: Row, trust: Trust, listed: int, cell: int, mass: float
-) -> None:
-    """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
-    shares, total = children.shares[context], float(listed)
-    if row.is_known:
-        total = 0.0
-        for i in range(num):
-            if 0 < shares[i] < listed:  # of a single one the noise does not matter
-                if children.noise[i] == NOT_YET:
-                    children.noise[i] = _log_exponential(row, children.token_ids[i])
-                shares[i] *= math.exp(-trust[cell, POWER] * children.noise[i])
-            total += shares[i]
-    _scale(children, context, num, cell, mass / total)
-
-
-@inlined
-def _scale(children: Children, context: int, num: int, cell: int, factor: float) -> None:
-    """Multiply the shares of a context, which are complete, and add them to the children's weights."""
-    for i in range(num):
-        children.shares[context, i] *= factor
-        children.weights[i] += children.shares[context, i]
-    children.cells[context], children.ends[context] = cell, num
-
-
 @inlined
 def _add_distribution(
     memory: Int32Array,
@@ -228,8 +145,8 @@ def _add_distribution(
     for number in range(NUM_TOP):
         chance = probability(memory, start, number)
         if chance > 0 and chance >= LIFT * negligible:
-            _add_child(children, num, memory[start + number], NONE, 0)
-            children.noise[num] = _log_exponential(row, children.token_ids[num])
+            add_child(children, num, memory[start + number], NONE, 0)
+            children.noise[num] = log_exponential(row, children.token_ids[num])
             children.logprobs[num] = math.log(chance)
             children.shares[0, num] = math.exp(max(power, 1.0) * children.logprobs[num] - power * children.noise[num])
             listed += chance
@@ -238,7 +155,7 @@ def _add_distribution(
     if num == 0:
         return 0, 1.0
     part = min(listed, 1.0) * blend_trust(trust, cell, match / (match + rule.match_weight))
-    _scale(children, 0, num, cell, part / total)
+    scale_shares(children, 0, num, cell, part / total)
     return num, 1.0 - part
 
 
@@ -295,14 +212,14 @@ def _blend_contexts(
                     token, count = memory[edge], memory[edge + COUNT]
                     if token == EMPTY or part * count < negligible * more or num == MAX_CHILDREN:
                         continue
-                    if _find_child(children, num_known, token) == num_known:
-                        _add_child(children, num, token, memory[edge + TARGET], match + 1)
+                    if find_child(children, num_known, token) == num_known:
+                        add_child(children, num, token, memory[edge + TARGET], match + 1)
                         shares[num] = count
                         children.counts[num] = count
                         listed += count
                         num += 1
             if listed:
-                _share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / more)
+                share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / more)
                 num_contexts += 1
             mass -= part
             before += more
@@ -343,17 +260,17 @@ def _add_shared(
             shares[i] = 0.0
         for way in range(WAYS):
             token, count = shared[entries, ENTRIES + 2 * way], shared[entries, ENTRIES + 2 * way + 1]
-            i = _find_child(children, num, token)
+            i = find_child(children, num, token)
             if count == 0 or (i == num and (part * count < negligible * total or num == MAX_CHILDREN)):
                 continue
             if i == num:
                 edge = find_edge(memory, ROOT, token)
-                _add_child(children, num, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
+                add_child(children, num, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
                 num += 1
             shares[i] = count
             listed += count
         if listed:
-            _share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / total)
+            share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / total)
             num_contexts += 1
         mass -= part
     return num, num_contexts
@@ -383,7 +300,7 @@ def _grow(
     scores: Float32Array,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
-    children = _make_children()
+    children = make_children()
     depths = np.empty(len(token_ids), np.int32)
     match = cursor[MATCH]
     state = locate(memory, cursor[STATE], match)
@@ -499,7 +416,7 @@ def draft_trees(
 @inlined
 def _slope(trust: Trust, row: Row, children: Children, context: int, i: int) -> float:
     """Derivative of the log of a child's share, before it is scaled, by the exponent of a context."""
-    gumbel, cell = -_log_exponential(row, children.token_ids[i]), children.cells[context]
+    gumbel, cell = -log_exponential(row, children.token_ids[i]), children.cells[context]
     return gumbel + children.logprobs[i] if is_distribution(cell) and trust[cell, POWER] >= 1 else gumbel
 
 
@@ -542,7 +459,7 @@ def learn_rows(
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    children = _make_children()
+    children = make_children()
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
@@ -559,7 +476,7 @@ def learn_rows(
                 num, num_contexts = _add_shared(
                     memory, shared, before_last, last, rule, trust, row, mass, LEARNED_MASS, children, num, num_contexts
                 )
-            child = _find_child(children, num, token_ids[i])
+            child = find_child(children, num, token_ids[i])
             _learn_token(trust, row, children, num_contexts, child)
             if child == num:
                 break

@@ -88,7 +88,9 @@ class CpuRunner(Runner):
         """See `Runner`."""
         assert self._last is not None, "no step was launched"
         logits, sampled = self._last
-        return top_tokens_on_cpu(logits, self.inputs.temperatures, sampled.token_ids, sampled.logprobs, rows, num)
+        arrays = self.inputs.temperatures, sampled.token_ids, sampled.logprobs
+        temperatures, token_ids, logprobs = (torch.from_numpy(array[rows]) for array in arrays)
+        return top_tokens_on_cpu(logits[torch.from_numpy(rows)], temperatures, token_ids, logprobs, num)
 
     @torch.inference_mode()
     def move_kv(self, moves: Int32Array) -> None:

@@ -195,44 +195,13 @@ def _sample_rows(
         token_ids[n], logprobs[n] = _sample_row(logits[n], temperatures[n], rng_keys[n], positions[n])
 
 
-def top_tokens_on_cpu(
-    logits: Tensor,
-    temperatures: npt.NDArray[np.float32],
-    token_ids: npt.NDArray[np.int32],
-    logprobs: npt.NDArray[np.float32],
-    rows: npt.NDArray[np.int64],
-    num: int,
-) -> TopTokens:
-    """The `num` most likely tokens in some `rows` of those that were sampled.
+def top_tokens_on_cpu(logits: Tensor, temperatures: Tensor, token_ids: Tensor, logprobs: Tensor, num: int) -> TopTokens:
+    """The `num` most likely tokens of each row of `logits` [N, V], or all of them.
 
-    The other arguments are those of `sample_rows_on_cpu` and what it returned: a sampled token's log-prob has the
+    The other arguments are those of `row_logprobs_reference` and what it returned: a sampled token's log-prob has the
     denominator, so that nothing is summed again.
     """
-    shape = len(rows), min(num, logits.shape[1])
-    top = TopTokens(token_ids=np.empty(shape, np.int32), logprobs=np.empty(shape, np.float32))
-    use_kernel_threads(len(rows) * logits.shape[1])
-    sampled = temperatures, token_ids, logprobs
-    _top_tokens(logits.float().numpy(), sampled, rows, top.token_ids, top.logprobs)
-    return top
-
-
-@inner
-def _top_of_row(logits: Array, token_ids: Array, values: Array) -> None:
-    """Write the tokens of the largest logits, and these."""
-    values[:], token_ids[:], least = -np.inf, 0, 0
-    for v in range(len(logits)):
-        if logits[v] > values[least]:
-            values[least], token_ids[least] = logits[v], v
-            least = int(values.argmin())
-
-
-@numba.njit(parallel=True, cache=True, nogil=True)
-def _top_tokens(
-    logits: Array, sampled: tuple[Array, Array, Array], rows: Array, top_ids: Array, top_logprobs: Array
-) -> None:
-    temperatures, token_ids, logprobs = sampled
-    for i in numba.prange(len(rows)):
-        row, temperature = rows[i], temperatures[rows[i]]
-        _top_of_row(logits[row], top_ids[i], top_logprobs[i])
-        differences = top_logprobs[i] - logits[row, token_ids[row]]
-        top_logprobs[i] = logprobs[row] + differences / (temperature if temperature > 0 else np.float32(1))
+    scaled = _tempered(logits, temperatures)
+    top = scaled.topk(min(num, logits.shape[1]))
+    differences = top.values - scaled.gather(1, token_ids.long()[:, None])
+    return TopTokens(token_ids=top.indices.int().numpy(), logprobs=(differences + logprobs[:, None]).numpy())
