@@ -16,7 +16,7 @@ from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, Noise, Rule, draft_trees
+from srtrl.drafters.trie_draft import BLEND, Basis, Noise, Rule, draft_trees
 from srtrl.drafters.trust import DISTRIBUTION, MAX_POWER, NUM_CELLS, POWER, make_trust
 from srtrl.engine.sampling import uniform_noise
 from srtrl.types import TopTokens
@@ -55,7 +55,8 @@ class Player:
         shared: Table = NO_TABLE,
         *beside: Any,
     ) -> list[DraftTree]:
-        return list(draft_trees(self.cursors.arrays, self.slots, np.array(max_nodes), rule, min_score, shared, *beside))
+        basis = Basis(rule, shared, *beside)
+        return list(draft_trees(self.cursors.arrays, self.slots, np.array(max_nodes), basis, min_score))
 
 
 def table_of(rollouts: Sequence[Sequence[int]]) -> Table:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
-from srtrl.drafters.suffix_automaton import BEFORE_LAST, LAST, NONE, START_TOKEN, Cursors
+from srtrl.drafters.suffix_automaton import BEFORE_LAST, LAST, NONE, START_TOKEN, Cursors, Int32Array, Int64Array
 from srtrl.model.kernels import inlined, inner
 
 Table = npt.NDArray[np.int32]
@@ -75,25 +75,20 @@ def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def learn_distributions(
-    table: Table,
-    cursors: Cursors,
-    slots: npt.NDArray[np.int64],
-    token_ids: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    distributions: npt.NDArray[np.int32],
+    table: Table, cursors: Cursors, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, known: Int32Array
 ) -> None:
     """Learn what was likely in place of tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
 
-    `distributions`: [tokens, SIZE], some of them unknown.
+    `known`: distributions, [tokens, SIZE], some of them unknown.
     """
     for b in range(len(slots)):
         before_last, last = int(cursors.rows[slots[b], BEFORE_LAST]), int(cursors.rows[slots[b], LAST])
         for i in range(offsets[b], offsets[b + 1]):
-            for number in range(NUM_TOP if distributions[i, 0] != UNKNOWN else 0):
-                weight = int(UNIT * probability(distributions[i], 0, number) + 0.5)
+            for number in range(NUM_TOP if known[i, 0] != UNKNOWN else 0):
+                weight = int(UNIT * probability(known[i], 0, number) + 0.5)
                 if weight > 0:
                     for length in (2, 1):
-                        _count(table, before_last if length == 2 else NO_TOKEN, last, distributions[i, number], weight)
+                        _count(table, before_last if length == 2 else NO_TOKEN, last, known[i, number], weight)
             before_last, last = last, int(token_ids[i])
 
 

@@ -14,7 +14,7 @@ from srtrl.drafters.rollout_cache import Rollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, Noise, draft_trees, learn_rows
+from srtrl.drafters.trie_draft import BLEND, Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request, TopTokens
@@ -119,10 +119,8 @@ class Drafter(DrafterBase):
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft from the tries of the slots' prompts."""
         min_score = max(self.options.min_score, min_score)
-        ngrams = self._ngrams.get(self._purpose, NO_TABLE)
-        trust = self._trust.setdefault(self._purpose, make_trust())
         self._is_drafted[slots] = True
-        return draft_trees(self.cursors.arrays, slots, max_nodes, BLEND, min_score, ngrams, trust, self._noise)
+        return draft_trees(self.cursors.arrays, slots, max_nodes, self._basis(), min_score)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from what followed the drafts, and insert (or follow) the committed tokens."""
@@ -140,11 +138,14 @@ class Drafter(DrafterBase):
             self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
         self._insert(slots, token_ids, offsets, distributions)
 
+    def _basis(self) -> Basis:
+        trust = self._trust.setdefault(self._purpose, make_trust())
+        return Basis(BLEND, self._ngrams.get(self._purpose, NO_TABLE), trust, self._noise)
+
     def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         teaches = self._is_drafted[slots] & self._noise.is_known[slots]
         if teaches.any():
-            trust, ngrams = self._trust[self._purpose], self._ngrams.get(self._purpose, NO_TABLE)
-            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, BLEND, trust, self._noise, ngrams)
+            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis())
         self._is_drafted[slots] = False
 
     def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, distributions: Int32Array) -> None:

@@ -101,21 +101,17 @@ class TrieCursors:
             self.tries[slot] = None
 
     def extend(
-        self,
-        slots: Int64Array,
-        token_ids: Int32Array,
-        offsets: Int64Array,
-        distributions: Int32Array = NO_DISTRIBUTIONS,
+        self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, known: Int32Array = NO_DISTRIBUTIONS
     ) -> None:
         """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`.
 
-        `distributions`: what they were drawn from, [tokens, SIZE], where it is known.
+        `known`: the distributions they were drawn from, [tokens, SIZE], or [0, SIZE].
         """
         progress, sizes = np.zeros(len(slots), np.int64), offsets[1:] - offsets[:-1]
         use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
         num_parts = numba.get_num_threads()
         while True:
-            advance_rows(self.arrays, slots, token_ids, offsets, distributions, progress, num_parts)
+            advance_rows(self.arrays, slots, token_ids, offsets, known, progress, num_parts)
             waiting = slots[progress < sizes].tolist()
             if not waiting:
                 return

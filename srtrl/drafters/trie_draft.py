@@ -120,16 +120,26 @@ NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.b
 """Of no slot."""
 
 
+class Basis(NamedTuple):
+    """What scores come from, beside the tries."""
+
+    rule: Rule
+    """Such as `BLEND`."""
+    shared: Table = NO_TABLE
+    """See `shared_ngrams`; without rows where nothing is known."""
+    trust: Trust = NO_TRUST
+    """See `srtrl.drafters.trust`; for slots whose noise is known."""
+    noise: Noise = NO_NOISE
+    """Of all slots."""
+
+
+Nodes = tuple[Int32Array, Int32Array, Float32Array]
+"""Token ids, parents and scores."""
+
+
 @inlined
 def _add_distribution(
-    memory: Int32Array,
-    state: int,
-    match: int,
-    rule: Rule,
-    trust: Trust,
-    row: Row,
-    negligible: float,
-    children: Children,
+    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
 ) -> tuple[int, float]:
     """Share mass by the distribution at the newest occurrence of the longest context that has one, and the noise.
 
@@ -141,7 +151,7 @@ def _add_distribution(
     if state == ROOT or not row.is_known:
         return 0, 1.0
     cell = DISTRIBUTION + column_of(match, match == row.num_passed)
-    num, listed, total, power, start = 0, 0.0, 0.0, trust[cell, POWER], memory[state + NEWEST]
+    num, listed, total, power, start = 0, 0.0, 0.0, basis.trust[cell, POWER], memory[state + NEWEST]
     for number in range(NUM_TOP):
         chance = probability(memory, start, number)
         if chance > 0 and chance >= LIFT * negligible:
@@ -154,7 +164,7 @@ def _add_distribution(
             num += 1
     if num == 0:
         return 0, 1.0
-    part = min(listed, 1.0) * blend_trust(trust, cell, match / (match + rule.match_weight))
+    part = min(listed, 1.0) * blend_trust(basis.trust, cell, match / (match + basis.rule.match_weight))
     scale_shares(children, 0, num, cell, part / total)
     return num, 1.0 - part
 
@@ -175,21 +185,15 @@ def _locate_child(memory: Int32Array, state: int, match: int, children: Children
 
 @inlined
 def _blend_contexts(
-    memory: Int32Array,
-    state: int,
-    match: int,
-    rule: Rule,
-    trust: Trust,
-    row: Row,
-    negligible: float,
-    children: Children,
+    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
 ) -> tuple[int, int, float]:
     """Share the probability mass among contexts and their children; returns their numbers and the mass left.
 
     What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
     in a suffix is listed if it is not negligible by itself.
     """
-    num, mass = _add_distribution(memory, state, match, rule, trust, row, negligible, children)
+    rule, trust = basis.rule, basis.trust
+    num, mass = _add_distribution(memory, state, match, basis, row, negligible, children)
     num_contexts, before = int(num > 0), 0
     for _ in range(rule.max_contexts):
         if state == ROOT or mass < negligible:
@@ -231,11 +235,9 @@ def _blend_contexts(
 @inlined
 def _add_shared(
     memory: Int32Array,
-    shared: Table,
     before_last: int,
     last: int,
-    rule: Rule,
-    trust: Trust,
+    basis: Basis,
     row: Row,
     mass: float,
     negligible: float,
@@ -244,6 +246,7 @@ def _add_shared(
     num_contexts: int,
 ) -> tuple[int, int]:
     """Spread `mass` over what the last two tokens, then the last one, were followed by in all prompts' texts."""
+    shared, rule, trust = basis.shared, basis.rule, basis.trust
     for length in (2, 1):
         entries = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
         if entries == NONE:
@@ -289,17 +292,16 @@ def _row_at(noise: Noise, cursor: Int32Array, slot: int, depth: int) -> Row:
 def _grow(
     memory: Int32Array,
     cursor: Int32Array,
+    slot: int,
     rule: Rule,
+    shared: Table,
     trust: Trust,
     noise: Noise,
-    slot: int,
     min_score: float,
-    shared: Table,
-    token_ids: Int32Array,
-    parents: Int32Array,
-    scores: Float32Array,
+    nodes: Nodes,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
+    basis, (token_ids, parents, scores) = Basis(rule, shared, trust, noise), nodes
     children = make_children()
     depths = np.empty(len(token_ids), np.int32)
     match = cursor[MATCH]
@@ -309,12 +311,12 @@ def _grow(
     frontier = [(-score, last, NONE, state, match)]  # Numba wants to know the type
     frontier.clear()
     for node in range(len(token_ids)):
-        row = _row_at(noise, cursor, slot, depth)
+        row = _row_at(basis.noise, cursor, slot, depth)
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
-        num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, negligible, children)
-        if len(shared) > 0 and mass >= negligible:
+        num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, negligible, children)
+        if len(basis.shared) > 0 and mass >= negligible:
             num, num_contexts = _add_shared(
-                memory, shared, before_last, last, rule, trust, row, mass, negligible, children, num, num_contexts
+                memory, before_last, last, basis, row, mass, negligible, children, num, num_contexts
             )
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
@@ -339,43 +341,28 @@ def _draft_rows(
     slots: Int64Array,
     rooms: Int64Array,
     rule: Rule,
+    shared: Table,
     trust: Trust,
     noise: Noise,
     min_score: float,
-    shared: Table,
     token_ids: Int32Array,
     parents: Int32Array,
     scores: Float32Array,
     sizes: Int64Array,
 ) -> None:
-    """Draft for the cursors of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`."""
+    """Draft for the cursors of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`.
+
+    A parallel loop can have no tuple of tuples from outside, such as `Basis`.
+    """
     for row in numba.prange(len(slots)):
         slot, begin, end = slots[row], rooms[row], rooms[row + 1]
         memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-        sizes[row] = _grow(
-            memory,
-            cursors.rows[slot],
-            rule,
-            trust,
-            noise,
-            slot,
-            min_score,
-            shared,
-            token_ids[begin:end],
-            parents[begin:end],
-            scores[begin:end],
-        )
+        nodes = token_ids[begin:end], parents[begin:end], scores[begin:end]
+        sizes[row] = _grow(memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, nodes)
 
 
 def draft_trees(
-    cursors: Cursors,
-    slots: Int64Array,
-    max_nodes: Int64Array,
-    rule: Rule,
-    min_score: float,
-    shared: Table = NO_TABLE,
-    trust: Trust = NO_TRUST,
-    noise: Noise = NO_NOISE,
+    cursors: Cursors, slots: Int64Array, max_nodes: Int64Array, basis: Basis, min_score: float
 ) -> DraftTrees:
     """Draft what follows the matches of some cursors.
 
@@ -383,11 +370,8 @@ def draft_trees(
         cursors: Of all slots.
         slots: [B].
         max_nodes: [B], the largest number of nodes of each tree.
-        rule: Such as `BLEND`.
+        basis: What scores come from.
         min_score: Smallest score of a node.
-        shared: See `shared_ngrams`; without rows where nothing is known.
-        trust: See `srtrl.drafters.trust`; for slots whose noise is known.
-        noise: Of all slots.
     """
     if not len(slots):
         return DraftTrees.empty(0)
@@ -395,20 +379,8 @@ def draft_trees(
     rooms = np.concatenate([[0], max_nodes.cumsum()])
     (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
-    _draft_rows(
-        cursors,
-        slots,
-        rooms,
-        rule,
-        trust,
-        noise,
-        max(min_score, SMALLEST_SCORE),
-        shared,
-        token_ids,
-        parents,
-        scores,
-        sizes,
-    )
+    min_score = max(min_score, SMALLEST_SCORE)
+    _draft_rows(cursors, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
     nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
@@ -449,17 +421,14 @@ def learn_rows(
     teaches: npt.NDArray[np.bool_],
     token_ids: Int32Array,
     offsets: Int64Array,
-    rule: Rule,
-    trust: Trust,
-    noise: Noise,
-    shared: Table,
+    basis: Basis,
 ) -> None:
     """Learn trust from sampled tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
 
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    children = make_children()
+    children, noise = make_children(), basis.noise
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
@@ -471,13 +440,13 @@ def learn_rows(
         before_last, last = cursor[BEFORE_LAST], cursor[LAST]
         for i in range(offsets[b], offsets[b + 1]):
             row = _row_at(noise, cursor, slot, i - offsets[b])
-            num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, LEARNED_MASS, children)
-            if len(shared) > 0:
+            num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, LEARNED_MASS, children)
+            if len(basis.shared) > 0:
                 num, num_contexts = _add_shared(
-                    memory, shared, before_last, last, rule, trust, row, mass, LEARNED_MASS, children, num, num_contexts
+                    memory, before_last, last, basis, row, mass, LEARNED_MASS, children, num, num_contexts
                 )
             child = find_child(children, num, token_ids[i])
-            _learn_token(trust, row, children, num_contexts, child)
+            _learn_token(basis.trust, row, children, num_contexts, child)
             if child == num:
                 break
             _locate_child(memory, state, match, children, child)
