@@ -365,7 +365,7 @@ def build_engine(
         reserved_bytes: Memory left for what the update will take beside its activations.
         draft_head: Of `rollout.draft_head`.
     """
-    rollout = recipe.rollout
+    rollout, drafter = recipe.rollout, build_drafter(recipe)
     if num_unknown := count_unknown(tokenizer, np.arange(model.config.vocab_size)):
         logger.warning("the tokenizer lacks %d of the model's tokens; in texts they are %s", num_unknown, UNKNOWN)
     options = EngineOptions(
@@ -378,8 +378,9 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
+        num_top=drafter.num_top,
     )
-    runner, drafter = build_runner(model, options), build_drafter(recipe)
+    runner = build_runner(model, options)
     cost = StepCost(runner.row_edges(MAX_ROWS))
     if rollout.draft_head is not None and draft_head is not None:
         budget = cost if options.draft_budget == "auto" else None

@@ -34,6 +34,16 @@ SampleKey = tuple[int, int]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TopTokens:
+    """The most likely tokens of some rows, in no order."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[L, K]."""
+    logprobs: npt.NDArray[np.float32]
+    """[L, K], of the tempered distribution without top-k or top-p."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
     """One problem, rendered and tokenised."""
 

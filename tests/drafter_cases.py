@@ -8,7 +8,7 @@ from engine_cases import make_request, make_response
 from srtrl.bench.replay_loop import count_accepted
 from srtrl.drafters.base import DrafterBase, end_to_end
 from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
-from srtrl.types import Completion, Purpose, Request
+from srtrl.types import Completion, Purpose, Request, TopTokens
 
 VOCAB = 1000
 TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
@@ -44,17 +44,28 @@ def propose(
     return list(trees)
 
 
-def observe(drafter: DrafterBase, tokens: Mapping[int, Sequence[int]]) -> None:
-    drafter.observe(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())))
+def observe(drafter: DrafterBase, tokens: Mapping[int, Sequence[int]], top: TopTokens | None = None) -> None:
+    observed = np.array(list(tokens), np.int64), *end_to_end(list(tokens.values()))
+    if top is None:
+        drafter.observe(*observed)
+    else:
+        drafter.observe_top(*observed, top)
 
 
-def decode(drafter: DrafterBase, slot: int, tokens: Sequence[int], *, max_nodes: int = 8) -> int:
-    """Decode a live sample to the given tokens by drafts and verification; returns the number of accepted tokens."""
+def decode(
+    drafter: DrafterBase, slot: int, tokens: Sequence[int], *, max_nodes: int = 8, top: TopTokens | None = None
+) -> int:
+    """Decode a live sample to the given tokens by drafts and verification; returns the number of accepted tokens.
+
+    `top`: what was likely in place of each token.
+    """
     num_accepted = done = 0
     while done < len(tokens):
         (tree,) = propose(drafter, [slot], max_nodes)
         emitted = tokens[done : done + count_accepted(tree, tokens[done:]) + 1]
-        observe(drafter, {slot: emitted})
+        rows = slice(done, done + len(emitted))
+        of_emitted = None if top is None else TopTokens(token_ids=top.token_ids[rows], logprobs=top.logprobs[rows])
+        observe(drafter, {slot: emitted}, of_emitted)
         num_accepted += len(emitted) - 1
         done += len(emitted)
     return num_accepted
@@ -76,11 +87,13 @@ def random_draft(random: np.random.Generator, max_nodes: int, vocab_size: int = 
     )
 
 
-def run(drafter: DrafterBase, request: Request, tokens: Sequence[int], *, slot: int = 0) -> int:
+def run(
+    drafter: DrafterBase, request: Request, tokens: Sequence[int], *, slot: int = 0, top: TopTokens | None = None
+) -> int:
     """A whole sample, from start to finish; returns the number of accepted tokens."""
     drafter.expected_tokens(request)
     start(drafter, {slot: request})
-    num_accepted = decode(drafter, slot, tokens)
+    num_accepted = decode(drafter, slot, tokens, top=top)
     drafter.finish([slot], [completion(request, tokens)])
     return num_accepted
 

@@ -130,6 +130,7 @@ def prefill(runner: Runner, batch: Batch, slots: Int64Array, chunk_tokens: int) 
 PAGE_SIZE = 4
 MAX_TOKENS = 48
 MAX_NODES = 33  # their bits fill more than a word
+NUM_TOP = 5
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
 
 RunnerFactory = Callable[[Transformer], Runner]
@@ -152,7 +153,7 @@ def cuda_runner(policy: Transformer, **changes: object) -> "CudaRunner":
 
 def runner_options(**changes: Any) -> EngineOptions:
     """Options with the sizes above."""
-    values = {"page_size": PAGE_SIZE, "max_draft_nodes": MAX_NODES, "slots": 128}
+    values = {"page_size": PAGE_SIZE, "max_draft_nodes": MAX_NODES, "slots": 128, "num_top": NUM_TOP}
     return EngineOptions(**(values | changes))
 
 
@@ -170,6 +171,10 @@ def compute_by_reference(runner: "CudaRunner") -> "Callable[[CudaStep], None]":
             noise = (step.temperatures, step.rng_keys, step.sample_positions.long())
             step.tokens.copy_(sample_rows_reference(logits, *noise))
             step.logprobs.copy_(row_logprobs_reference(logits, step.temperatures, step.tokens.long()))
+            temperatures = torch.where(step.temperatures > 0, step.temperatures, 1.0)[:, None]
+            top = (logits / temperatures).log_softmax(-1).topk(step.top[0].shape[1])
+            step.top[0].copy_(top.indices)
+            step.top[1].copy_(top.values)
 
     return compute
 
@@ -258,9 +263,23 @@ class Samples:
         """Do a step, in which each row must get the token and log-prob that the model gives it."""
         found = self.step(slots, trees, chunks, filters)
         trees = DraftTrees.empty(len(slots)) if trees is None else trees
-        tokens, logprobs = self.sample(self.expected_logits(slots, trees), slots, trees)
+        logits = self.expected_logits(slots, trees)
+        tokens, logprobs = self.sample(logits, slots, trees)
         assert found.token_ids.tolist() == tokens.tolist()
         np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-4)
+        self.check_top(logits, slots, trees)
+
+    def check_top(self, logits: Tensor, slots: Sequence[int], trees: DraftTrees) -> None:
+        """The most likely tokens of each second row; a block of the CUDA kernels, which is all of V here, gives two."""
+        temperatures = torch.from_numpy(self.batch.temperatures[np.repeat(np.array(slots), trees.sizes + 1)])[::2]
+        expected = (logits[::2] / torch.where(temperatures > 0, temperatures, 1.0)[:, None]).log_softmax(-1)
+        top = self.runner.top_tokens(np.arange(0, len(logits), 2), NUM_TOP)
+        assert top is not None
+        is_there = np.isfinite(top.logprobs)
+        assert set(is_there.sum(1)) <= {2, NUM_TOP}
+        for row, logprobs, ids, there in zip(expected, top.logprobs, top.token_ids, is_there, strict=True):
+            np.testing.assert_allclose(np.sort(logprobs[there])[::-1], row.topk(int(there.sum())).values, atol=2e-4)
+            np.testing.assert_allclose(row[ids[there].tolist()], logprobs[there], atol=2e-4)
 
     def sample(
         self, logits: Tensor, slots: Sequence[int], trees: DraftTrees, filtered: Tensor | None = None

@@ -100,7 +100,7 @@ def assert_dropped_groups_feed_the_drafter(folder: Path) -> None:
     assert dropped
     for row in dropped:
         kept = drafter.cache("train").rollouts(tuple(row["prompt_token_ids"]))
-        assert row["token_ids"] in [one.tolist() for one in kept]
+        assert row["token_ids"] in [one.tokens.tolist() for one in kept]
 
 
 def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Path, tmp_path: Path) -> None:

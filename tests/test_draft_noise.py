@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from drafter_cases import decode, propose, request, run, start
@@ -12,38 +13,54 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from srtrl.drafters.srt import TRUST_FILE, Drafter, SrtOptions
-from srtrl.drafters.trust import FIRST_POWER, NOISE, POWER, REACHED
+from srtrl.drafters.trust import NUM_CELLS, POWER, REACHED, make_trust
 from srtrl.engine.sampling import uniform_noise
 from srtrl.model.noise import make_rng_key
+from srtrl.types import TopTokens
 
 OPTIONS = SrtOptions(other_prompts=False)
-VOCAB, LENGTH, NUM_SAMPLES = 20, 60, 24
+VOCAB, LENGTH, NUM_SAMPLES, NUM_TOP = 20, 60, 24, 8
+CHANCES = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.12), VOCAB + 1)
+"""[last token, next token] of a known policy, with an entropy of about 1 nat; the last row is of the beginning."""
+Array = npt.NDArray[np.float64]
 KEYS = [make_rng_key(0, "train", 0, index) for index in range(NUM_SAMPLES)]
 
 
 def sampled_texts() -> list[list[int]]:
-    """Samples of a known policy, a chain of first order with an entropy of about 1 nat, by their keys' noise."""
-    chances = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.12), VOCAB + 1)
+    """Samples of the known policy, by their keys' noise."""
     signed = np.array(KEYS, np.uint64).view(np.int64)
     texts = []
     for key in signed.tolist():
         noise = uniform_noise(torch.full((LENGTH,), key), torch.arange(LENGTH), VOCAB).numpy()
         text, last = [], VOCAB
         for position in range(LENGTH):
-            last = int(np.argmax(np.log(chances[last]) - np.log(-np.log(noise[position]))))
+            last = int(np.argmax(np.log(CHANCES[last]) - np.log(-np.log(noise[position]))))
             text.append(last)
         texts.append(text)
     return texts
 
 
-def taught(*, knows_noise: bool, temperature: float = 1.0) -> tuple[Drafter, list[int]]:
-    """A drafter after all samples, and the accepted tokens of each."""
+def top_of(text: list[int], chances: Array = CHANCES) -> TopTokens:
+    """What the policy took to be likely in place of each token."""
+    rows = chances[[VOCAB, *text[:-1]]]
+    ids = np.argsort(-rows, axis=1)[:, :NUM_TOP]
+    return TopTokens(
+        token_ids=ids.astype(np.int32), logprobs=np.log(np.take_along_axis(rows, ids, 1)).astype(np.float32)
+    )
+
+
+def taught(*, knows_noise: bool, temperature: float = 1.0, chances: Array | None = None) -> tuple[Drafter, list[int]]:
+    """A drafter after all samples, and the accepted tokens of each.
+
+    `chances`: those of the policy whose distributions it gets, if any.
+    """
     drafter = Drafter(OPTIONS)
     drafter.knows_noise = knows_noise
     accepted = []
     for key, text in zip(KEYS, sampled_texts(), strict=True):
         one = request(rng_key=key)
-        accepted.append(run(drafter, replace(one, sampling=replace(one.sampling, temperature=temperature)), text))
+        one = replace(one, sampling=replace(one.sampling, temperature=temperature))
+        accepted.append(run(drafter, one, text, top=None if chances is None else top_of(text, chances)))
         drafter.end_step()
     return drafter, accepted
 
@@ -53,17 +70,43 @@ def test_more_is_accepted_where_the_noise_is_known() -> None:
     assert sum(noisy[8:]) > 1.2 * sum(plain[8:]), "8 nodes a draft, from 8 rollouts of history on"
 
 
+def test_distributions_and_noise_know_more_than_counts_and_noise() -> None:
+    """Of each sample but the first ones, and also if they are of a policy that has moved by 0.01 nats per token."""
+    moved = CHANCES * np.exp(np.random.default_rng(1).normal(0, 0.15, CHANCES.shape))
+    moved /= moved.sum(1, keepdims=True)
+    assert 0.005 < (CHANCES * np.log(CHANCES / moved)).sum(1).mean() < 0.02
+    counts, *distributions = (
+        sum(taught(knows_noise=True, chances=chances)[1][4:]) for chances in (None, CHANCES, moved)
+    )
+    assert distributions[0] > 1.15 * counts
+    assert distributions[1] > 1.1 * counts
+
+
+def test_probabilities_of_other_prompts_tell_more_than_their_tokens() -> None:
+    """Of each prompt there is one sample: its drafts come from the table of all prompts."""
+    accepted = []
+    for with_top in (False, True):
+        drafter = Drafter()
+        accepted.append(
+            [
+                run(drafter, request(prompt=(number,), rng_key=key), text, top=top_of(text) if with_top else None)
+                for number, (key, text) in enumerate(zip(KEYS, sampled_texts(), strict=True))
+            ]
+        )
+    assert sum(accepted[1]) > 1.1 * sum(accepted[0])
+    assert sum(accepted[1][:4]) > 1.3 * sum(accepted[0][:4]), "most of all where little is known"
+
+
 def test_nothing_is_learned_where_tokens_do_not_follow_the_noise() -> None:
     for knows_noise, temperature in ((False, 1.0), (True, 0.0)):
         drafter, _ = taught(knows_noise=knows_noise, temperature=temperature)
-        assert not drafter._trust["train"][:NOISE].any()
-        assert drafter._trust["train"][NOISE, POWER] == FIRST_POWER
+        assert (drafter._trust["train"] == make_trust()).all()
 
 
 def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:
     drafter, _ = taught(knows_noise=True)
-    assert drafter._trust["train"][:NOISE, REACHED].sum() > 100
-    assert drafter._trust["train"][NOISE, POWER] != FIRST_POWER
+    assert drafter._trust["train"][:, REACHED].sum() > 100
+    assert (drafter._trust["train"][:, POWER] != make_trust()[:, POWER]).any()
     drafter.save(tmp_path)
     resumed = Drafter(OPTIONS)
     resumed.load(tmp_path)
@@ -76,7 +119,7 @@ def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:
     assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
     assert trees[0].scores.tolist() == trees[1].scores.tolist()
     (tmp_path / TRUST_FILE).write_text('{"train": [[1, 2]]}')
-    with pytest.raises(ValueError, match=r"draft_trust.json: damaged: expected 23 pairs"):
+    with pytest.raises(ValueError, match=rf"draft_trust.json: damaged, .* expected {NUM_CELLS} rows"):
         Drafter().load(tmp_path)
 
 

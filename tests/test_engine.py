@@ -1,10 +1,12 @@
 """The decoder: exactness for any slots, pages, order, drafts and threads; arrivals, ends, errors and metrics."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_cases import (
@@ -22,6 +24,7 @@ from engine_cases import (
 )
 from page_cases import check_pages
 
+from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.engine.engine import Engine
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
@@ -29,7 +32,7 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, TopTokens
 
 
 def sequential(policy: Transformer, requests: list[Request]) -> Completions:
@@ -65,6 +68,34 @@ def test_two_threads_give_the_bits_of_one_sample_at_a_time(dtype: torch.dtype, t
     metrics = engine.take_metrics()
     assert metrics["engine/preemptions"] > 0
     assert metrics["engine/verified_per_decode_step"] > 1.3
+
+
+class TopDrafter(FakeDrafter):
+    """Notes the log-probs of new tokens that are among the most likely of their rows."""
+
+    num_top = 3
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.likely: Counter[tuple[int, float]] = Counter()
+
+    def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
+        tokens, places = np.nonzero(top.token_ids == token_ids[:, None])
+        self.likely.update(zip(token_ids[tokens].tolist(), top.logprobs[tokens, places].tolist(), strict=True))
+        self.observe(slots, token_ids, offsets)
+
+
+def test_drafters_get_what_was_likely_in_place_of_each_token(policy: Transformer) -> None:
+    truth = sequential(policy, requests_for(temperature=0.7))
+    drafter = TopDrafter(truth, accuracy=0.7)
+    decode(Engine(policy, options(slots=4, num_pages=20), drafter=drafter), requests_for(temperature=0.7))
+    sampled = Counter(
+        pair
+        for c in truth.values()
+        for pair in zip(c.response.token_ids.tolist(), c.response.rollout_logprobs.tolist(), strict=True)
+    )
+    assert drafter.likely <= sampled
+    assert drafter.likely.total() > 0.2 * sampled.total()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

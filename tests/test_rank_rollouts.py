@@ -168,7 +168,7 @@ def rollouts(case: Case) -> Found:
     found.num_decoded = engine.num_decoded
     if isinstance(engine.drafter, SrtDrafter):
         known = engine.drafter.cache("train")
-        found.history = {key: sorted(text.tolist() for text in known.rollouts(key)) for key in known.prompts()}
+        found.history = {key: sorted(one.tokens.tolist() for one in known.rollouts(key)) for key in known.prompts()}
     return found
 
 

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from srtrl.drafters.distributions import NO_DISTRIBUTIONS, SIZE, unknown
 from srtrl.drafters.rollout_cache import KEPT_SHARE, PROMPT_BYTES, ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache
 
 ROOMY = 1 << 40
 
 
 def as_lists(cache: RolloutCache) -> dict[tuple[int, ...], list[list[int]]]:
-    return {prompt: [rollout.tolist() for rollout in cache.rollouts(prompt)] for prompt in cache.prompts()}
+    return {prompt: [rollout.tokens.tolist() for rollout in cache.rollouts(prompt)] for prompt in cache.prompts()}
 
 
 def size_of(num_prompt_tokens: int, *lengths: int) -> int:
@@ -36,6 +37,14 @@ def test_every_prompt_is_trimmed_before_the_least_recently_added_to_is_dropped()
     assert set(as_lists(cache)) == {(0,), (2,), (3,), (5,)}
 
 
+def test_distributions_are_dropped_before_rollouts() -> None:
+    cache = RolloutCache(max_rollouts=8, max_bytes=2 * (size_of(1, 5, 5) + 5 * 4 * SIZE))
+    for number in range(4):
+        cache.add((number % 2,), [number] * 5, unknown(5))
+    assert as_lists(cache) == {(0,): [[0] * 5, [2] * 5], (1,): [[1] * 5, [3] * 5]}
+    assert [len(one.distributions) for prompt in cache.prompts() for one in cache.rollouts(prompt)] == [0, 0, 0, 5]
+
+
 Additions = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=30)), max_size=60)
 
 
@@ -44,11 +53,13 @@ Additions = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), ma
 def test_the_accounts_agree_with_the_contents(additions: list[tuple[int, list[int]]], max_bytes: int) -> None:
     cache = RolloutCache(max_rollouts=3, max_bytes=max_bytes)
     for number, (prompt, tokens) in enumerate(additions):
-        cache.add((prompt,), tokens)
+        cache.add((prompt,), tokens, unknown(len(tokens)) if number % 2 else NO_DISTRIBUTIONS)
         held = as_lists(cache)
+        known = [one.distributions.nbytes for prompt in cache.prompts() for one in cache.rollouts(prompt)]
         for key, rollouts in held.items():
             assert cache.mean_tokens(key) == sum(map(len, rollouts)) / len(rollouts)
-        assert cache.num_bytes == sum(size_of(1, *map(len, rollouts)) for rollouts in held.values()) <= max_bytes
+        assert cache.num_bytes == sum(size_of(1, *map(len, rollouts)) for rollouts in held.values()) + sum(known)
+        assert cache.num_bytes <= max_bytes
         assert cache.num_tokens == sum(len(rollout) for rollouts in held.values() for rollout in rollouts)
         newest = {
             key: [

@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie, Row, continuations, plain_row
 
-from srtrl.drafters.base import end_to_end
+from srtrl.drafters.base import Int32Array, end_to_end
+from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNIT, UNKNOWN, pack
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, Noise, Rule, draft_trees
-from srtrl.drafters.trust import MAX_POWER, NOISE, NUM_CELLS, POWER, make_trust
+from srtrl.drafters.trie_draft import BLEND, Basis, Noise, Rule, draft_trees
+from srtrl.drafters.trust import DISTRIBUTION, MAX_POWER, NUM_CELLS, POWER, make_trust
 from srtrl.engine.sampling import uniform_noise
+from srtrl.types import TopTokens
 
 VOCAB = 5
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
@@ -42,8 +44,8 @@ class Player:
             self.cursors.start(np.array([slot]), [trie], inserts=is_inserting)
             self.extend({slot: [START_TOKEN]})
 
-    def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        self.cursors.extend(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())))
+    def extend(self, tokens: Mapping[int, Sequence[int]], distributions: Int32Array = NO_DISTRIBUTIONS) -> None:
+        self.cursors.extend(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())), distributions)
 
     def propose(
         self,
@@ -53,7 +55,8 @@ class Player:
         shared: Table = NO_TABLE,
         *beside: Any,
     ) -> list[DraftTree]:
-        return list(draft_trees(self.cursors.arrays, self.slots, np.array(max_nodes), rule, min_score, shared, *beside))
+        basis = Basis(rule, shared, *beside)
+        return list(draft_trees(self.cursors.arrays, self.slots, np.array(max_nodes), basis, min_score))
 
 
 def table_of(rollouts: Sequence[Sequence[int]]) -> Table:
@@ -61,6 +64,21 @@ def table_of(rollouts: Sequence[Sequence[int]]) -> Table:
     for rollout in rollouts:
         learn_ngrams(table, np.array(rollout, np.int32))
     return table
+
+
+def random_distributions(random: np.random.Generator, num: int) -> tuple[Int32Array, list[dict[int, float]]]:
+    """Distributions of some places, for a trie and for its twin; a third of them is unknown."""
+    token_ids = random.permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (num, 1)), axis=1)
+    logprobs = np.log(random.dirichlet(np.ones(VOCAB + 1), num)[:, :VOCAB]).astype(np.float32)
+    packed = pack(TopTokens(token_ids=token_ids, logprobs=logprobs))
+    known = random.random(num) < 2 / 3
+    packed[~known, 0] = UNKNOWN
+    units = packed[:, NUM_TOP:].view(np.uint16)
+    chances = [
+        {ids[number]: of_place[number] / UNIT for number in range(VOCAB) if is_known and of_place[number]}
+        for ids, of_place, is_known in zip(token_ids.tolist(), units.tolist(), known, strict=True)
+    ]
+    return packed, chances
 
 
 def with_twin(inserts: Sequence[bool], rollouts: list[list[int]]) -> tuple[TokenTrie, Player, ReferenceTrie]:
@@ -130,20 +148,46 @@ def test_known_noise_and_learned_trust_weigh_as_in_the_twin(
     random, shared = np.random.default_rng(seed), table_of(rollouts)
     _, player, twin = with_twin([True] * 4, rollouts)
     for moved, tokens in steps:
-        player.extend({moved: tokens})
-        twin.extend(moved, tokens)
+        distributions, chances = random_distributions(random, len(tokens))
+        player.extend({moved: tokens}, distributions)
+        twin.extend(moved, tokens, chances)
     trust = make_trust()
-    trust[:NOISE] = random.random((NUM_CELLS, 2)) * (20, 40)
-    trust[NOISE, POWER] = random.uniform(0, MAX_POWER)
+    trust[:] = random.random((NUM_CELLS, 4)) * (20, 40, MAX_POWER, 1)
+    trust[DISTRIBUTION:-2, POWER] *= 2
     noise = Noise(random.integers(0, 2**63, 4).astype(np.uint64), random.integers(0, 99, 4), np.arange(4) < 3)
     for cursor, tree in enumerate(player.propose([max_nodes] * 4, BLEND, min_score, shared, trust, noise)):
         keys, positions = torch.tensor([int(noise.rng_keys[cursor])] * 40), torch.arange(40) + noise.positions[cursor]
-        rows = [Row(uniforms, trust) for uniforms in uniform_noise(keys, positions, VOCAB).tolist()]
+        length = sum(len(tokens) for moved, tokens in steps if moved == cursor)
+        uniforms = uniform_noise(keys, positions, VOCAB).tolist()
+        rows = [Row(uniforms[depth], trust, 1 + length + depth) for depth in range(40)]
         row = rows.__getitem__ if noise.is_known[cursor] else plain_row
         expected = twin.propose(cursor, max_nodes, BLEND, min_score, row)
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
         assert tree.parents.tolist() == expected.parents.tolist()
         np.testing.assert_allclose(tree.scores, expected.scores, rtol=1e-5)
+
+
+def test_distributions_of_a_text_are_those_of_the_newest_that_began_as_it() -> None:
+    """Texts of two turns; the second one leaves the first in its second turn."""
+    random = np.random.default_rng(0)
+    player = Player([trie := TokenTrie()], inserts=[True])
+    texts = [[0, 1, 2, START_TOKEN, 3, 3, 1], [0, 1, 2, START_TOKEN, 3, 2, 0]]
+    newest: dict[tuple[int, ...], Int32Array] = {}
+    contexts = [tuple(text[:i] if i < 4 else text[4:i]) for text in texts for i in range(7)]
+    for number, text in enumerate(texts):
+        distributions, _ = random_distributions(random, 7)
+        distributions[3, 0] = UNKNOWN
+        player.extend({0: text}, distributions)
+        player.extend({0: [START_TOKEN]})
+        known = zip(contexts[7 * number :], distributions, strict=False)
+        newest |= {context: place for context, place in known if place[0] != UNKNOWN}
+    found = trie.distributions(np.array(texts[0], np.int32))
+    assert found[3, 0] == UNKNOWN
+    for i in (0, 1, 2, 4, 5, 6):
+        expected = newest.get(contexts[i])
+        assert found[i].tolist() == expected.tolist() if expected is not None else found[i, 0] == UNKNOWN
+    assert trie.distributions(np.array([4, 4], np.int32))[1:, 0].tolist() == [UNKNOWN]
+    assert not len(TokenTrie().distributions(np.array([4, 4], np.int32)))
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)

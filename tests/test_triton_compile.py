@@ -169,7 +169,7 @@ def main(everything: bool) -> None:
         shape, changes, dtype, _ = MODELS[model]
         config = config_from_hf(SHAPES[shape] | {"num_hidden_layers": 1} | changes)
         policy = Transformer(config, getattr(torch, dtype), "cpu")
-        runner = CudaRunner(policy, EngineOptions(cuda_graphs=False, slots=512), 16_000)
+        runner = CudaRunner(policy, EngineOptions(cuda_graphs=False, slots=512, num_top=8), 16_000)
         runner.allocate_pages(4)
         device.capability = capability
         for num_rows, num_sequences in steps:

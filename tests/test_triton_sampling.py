@@ -31,14 +31,16 @@ class Rows:
         self.rng_keys = rng_keys.to(KERNEL_DEVICE)
         self.positions = torch.randint(10_000, (num_rows,), generator=generator).int().to(KERNEL_DEVICE)
 
-    def sample(self, *, block: int = 1024, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, *, block: int = 1024, rows: slice = slice(None), out_top: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         logits = self.logits[rows]
         num_rows, vocab_size = logits.shape
         tokens = torch.full((num_rows,), -7, dtype=torch.int32, device=KERNEL_DEVICE)
         logprobs = torch.full((num_rows,), torch.nan, device=KERNEL_DEVICE)
         scratch = SamplingScratch(num_rows + 2, vocab_size, KERNEL_DEVICE, block=block)
         noise = (self.temperatures[rows], self.rng_keys[rows], self.positions[rows])
-        sample_rows_triton(logits, *noise, tokens, logprobs, scratch)
+        sample_rows_triton(logits, *noise, tokens, logprobs, scratch, out_top)
         return tokens.long(), logprobs
 
     def expected(self) -> Tensor:
@@ -84,6 +86,23 @@ def test_tokens_and_logprobs_are_those_of_the_definition(
     expected = rows.expected()
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(logprobs.double(), rows.expected_logprobs(expected), atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("vocab_size", "block"), [(300, 64), (300, 512), (1, 16), (5, 4)])
+def test_the_most_likely_tokens_are_the_best_of_each_blocks_two(vocab_size: int, block: int) -> None:
+    rows, num_rows = Rows(random_logits(3, vocab_size), torch.tensor([0.0, 0.7, 1.0])), 3
+    tokens, logprobs = (torch.full((num_rows, 4), -7, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    out = tokens.to(KERNEL_DEVICE), logprobs.to(KERNEL_DEVICE)
+    sampled, _ = rows.sample(block=block, out_top=out)
+    assert sampled.tolist() == rows.expected().tolist()
+    temperatures = torch.where(rows.temperatures > 0, rows.temperatures, 1.0)[:, None]
+    expected = (rows.logits / temperatures).log_softmax(-1).cpu()
+    for row in range(num_rows):
+        of_blocks = [part.topk(min(2, len(part))) for part in torch.split(expected[row], block)]
+        best = torch.cat([top.values for top in of_blocks]).sort(descending=True).values[:4]
+        torch.testing.assert_close(out[1][row, : len(best)].cpu(), best, atol=2e-6, rtol=1e-6)
+        assert out[1][row, len(best) :].isneginf().all()
+        torch.testing.assert_close(expected[row][out[0][row, : len(best)].long().cpu()], best, atol=2e-6, rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # NumPy, of the interpreter

@@ -182,7 +182,7 @@ def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transfor
     (prompt,) = {one.request.prompt_token_ids for one in truth.values() if one.request.draw_index == 1}
     trie = TokenTrie()
     for text in drafter.cache("train").rollouts(prompt):
-        trie.insert(text)
+        trie.insert(text.tokens)
     extended = [one for one in truth.values() if one.request.prompt_token_ids == prompt and one.response.extensions]
     assert extended
     for completion in extended:

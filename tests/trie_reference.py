@@ -10,8 +10,8 @@ from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.suffix_automaton import BLOCK, EDGE, NONE, ROOT, TARGET, edges_end, find_edge
 from srtrl.drafters.token_trie import TokenTrie
-from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, Rule
-from srtrl.drafters.trust import DECIDED, FORMULA_WEIGHT, NOISE, NUM_CELLS, POWER, REACHED, Trust
+from srtrl.drafters.trie_draft import LIFT, NEGLIGIBLE, SMALLEST_SCORE, Rule
+from srtrl.drafters.trust import DECIDED, DISTRIBUTION, FORMULA_WEIGHT, NUM_CELLS, POWER, REACHED, Trust
 
 START = -1
 Text = tuple[int, ...]
@@ -24,9 +24,11 @@ class Row:
     uniforms: Sequence[float] = ()
     """By token."""
     trust: Trust | None = None
+    num_passed: int = 0
+    """Tokens of the text before it, START included."""
 
-    def noise(self, token: int) -> float:
-        return 1.0 if self.trust is None else float((-np.log(self.uniforms[token])) ** -self.trust[NOISE, POWER])
+    def noise(self, token: int, cell: int) -> float:
+        return 1.0 if self.trust is None else float((-np.log(self.uniforms[token])) ** -self.trust[cell, POWER])
 
     def blend(self, formula: float, cell: int) -> float:
         if self.trust is None:
@@ -61,6 +63,8 @@ class ReferenceTrie:
         """The text that matches, and whether it is inserted."""
         self.last: list[Text] = []
         """The last two tokens of each cursor."""
+        self.distributions: list[tuple[list[int], int, dict[int, float]]] = []
+        """The newest last: a text, a position in it, and the probabilities of the token there."""
         self.rollouts: list[list[int]] = []
         """Completed ones of all prompts: what the table of shared n-grams knows as long as nothing is full."""
 
@@ -73,9 +77,11 @@ class ReferenceTrie:
         self.cursors.append((text, inserts))
         self.last.append((START, START))
 
-    def extend(self, cursor: int, token_ids: Sequence[int]) -> None:
+    def extend(self, cursor: int, token_ids: Sequence[int], distributions: Sequence[dict[int, float]] = ()) -> None:
         text, is_inserted = self.cursors[cursor]
-        for token in token_ids:
+        for number, token in enumerate(token_ids):
+            if distributions and distributions[number]:
+                self.distributions.append((text, len(text), distributions[number]))
             self.last[cursor] = (self.last[cursor][1], token)
             text.append(token)
             while not is_inserted and text and not self.count(text):
@@ -102,6 +108,13 @@ class ReferenceTrie:
             if count != last:
                 yield string
             last, string = count, string[1:]
+
+    def newest(self, context: Text) -> dict[int, float]:
+        """What the policy took to be likely after the newest occurrence of a context, as far as it is known."""
+        for text, position, chances in reversed(self.distributions):
+            if len(context) <= position and tuple(text[position - len(context) : position]) == context:
+                return chances
+        return {}
 
     def shared(self, context: Text) -> dict[int, int]:
         """What follows one or two tokens in the completed rollouts, each of which has two STARTs before it."""
@@ -162,6 +175,9 @@ class ReferenceTrie:
             scores=np.array(scores, np.float32),
         )
 
+    def column(self, context: Text, row: Row) -> int:
+        return 5 if len(context) == row.num_passed else min(int(np.log2(len(context))), 4)
+
     def children(
         self, string: Text, last: Text, rule: Rule, negligible: float, row: Row
     ) -> dict[int, tuple[float, Text]]:
@@ -169,14 +185,14 @@ class ReferenceTrie:
         weights: dict[int, float] = {}
         behind: dict[int, Text] = {}
 
-        def spread(part: float, counts: dict[int, int], total: int, ends: dict[int, Text]) -> None:
+        def spread(part: float, cell: int, counts: dict[int, int], total: int, ends: dict[int, Text]) -> None:
             """Share a context's part of the mass by count and noise; a new token is listed if it is not negligible."""
             listed = {
                 token: count
                 for token, count in counts.items()
                 if token in weights or (count and not part * count < negligible * total)
             }
-            shares = {token: count * row.noise(token) for token, count in listed.items()}
+            shares = {token: count * row.noise(token, cell) for token, count in listed.items()}
             for token in listed:
                 weights.setdefault(token, 0.0)
                 behind.setdefault(token, ends[token])
@@ -185,6 +201,18 @@ class ReferenceTrie:
                     weights[token] += shares[token] * factor
 
         mass, before = 1.0, dict[int, int]()
+        source = next((context for context in self.contexts(string) if self.newest(context)), ())
+        if source and row.trust is not None:
+            cell = DISTRIBUTION + self.column(source, row)
+            power = row.trust[cell, POWER]
+            chances = {token: chance for token, chance in self.newest(source).items() if chance >= LIFT * negligible}
+            part = min(sum(chances.values()), 1.0) * row.blend(len(source) / (len(source) + rule.match_weight), cell)
+            weights = {token: chance ** max(power, 1.0) * row.noise(token, cell) for token, chance in chances.items()}
+            weights = {token: weight * part / sum(weights.values()) for token, weight in weights.items()}
+            for token in chances:
+                afters = ((*context, token) for context in (*self.contexts(string), ()))
+                behind[token] = next((after for after in afters if self.count(after)), ())
+            mass -= part
         for context in itertools.islice(self.contexts(string), rule.max_contexts):
             if mass < negligible:
                 break
@@ -193,11 +221,12 @@ class ReferenceTrie:
             if more > 0:
                 trust = more / (more + rule.distinct_weight * len(following))
                 trust *= match / (match + rule.match_weight)
-                part = mass * row.blend(trust, min(int(np.log2(more)), 3) * 5 + min(int(np.log2(match)), 4))
+                cell = min(int(np.log2(more)), 3) * 6 + self.column(context, row)
+                part = mass * row.blend(trust, cell)
                 counts = {
                     token: count - before.get(token, 0) * (token in weights) for token, count in following.items()
                 }
-                spread(part, counts, more, {token: (*context, token) for token in following})
+                spread(part, cell, counts, more, {token: (*context, token) for token in following})
                 mass -= part
                 before = following
         if self.rollouts and mass >= negligible:
@@ -210,6 +239,7 @@ class ReferenceTrie:
                     total / (total + rule.distinct_weight * len(following)) * (length / (length + rule.match_weight))
                 )
                 part = mass * row.blend(trust, NUM_CELLS - length)
-                spread(part, following, total, {token: (token,) * (self.count((token,)) > 0) for token in following})
+                ends = {token: (token,) * (self.count((token,)) > 0) for token in following}
+                spread(part, NUM_CELLS - length, following, total, ends)
                 mass -= part
         return {token: (weight, behind[token]) for token, weight in weights.items()}

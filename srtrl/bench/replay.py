@@ -44,6 +44,7 @@ def replay(
     Recorded rollouts are decoded again, step by step. No model is needed: the tokens are known, and drafts are
     compared with them. The first token of each sample is not drafted. The output of tools between the turns of a
     sample is read and not counted. The steps of a run are replayed in order, so each is history for the next.
+    Rollouts do not contain what else the policy took to be likely: in the run itself, drafts knew it.
     """
     check_history(history)
     from srtrl.bench.measure import format_cell, format_table

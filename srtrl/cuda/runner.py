@@ -4,7 +4,7 @@ The host writes a step into pinned memory (`inputs_for`), `launch` queues its co
 has left, the forward pass with sampling, and the copy of the results, and returns while the device computes; `wait`
 brings the tokens and log-probs. Kernels find all inputs at fixed addresses, so that a captured graph can be replayed.
 The same path runs on a CPU under Triton's interpreter, kernel by kernel, for tests. Letters: see
-`srtrl/engine/rows.py`; V vocabulary, D width of the model.
+`srtrl/engine/rows.py`; V vocabulary, D width of the model, K most likely tokens.
 """
 
 from collections import OrderedDict
@@ -22,11 +22,22 @@ from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
 from srtrl.cuda.shapes import MAX_GRAPH_ROWS, LaunchShape, ShapePlanner, row_edges
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, choose_split_keys, fill_tiles
-from srtrl.engine.rows import Array, Int32Array, StepInputs, StepSize, aligned, num_elements, slices_of, views_of
+from srtrl.engine.rows import (
+    Array,
+    Int32Array,
+    Int64Array,
+    StepInputs,
+    StepSize,
+    aligned,
+    num_elements,
+    slices_of,
+    views_of,
+)
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
+from srtrl.types import TopTokens
 
 NO_MOVES = np.empty((0, 3), np.int32)
 
@@ -96,6 +107,10 @@ class CudaStep:
     """[L] int32, written."""
     logprobs: Tensor
     """[L] float32, written."""
+    top: tuple[Tensor, Tensor]
+    """[L, K] int32 and float32, written: see `TopTokens`."""
+    host_top: tuple[Array, Array]
+    """The same on the host."""
 
 
 class CudaRunner(Runner):
@@ -127,7 +142,8 @@ class CudaRunner(Runner):
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
         self._staging = PinnedCopy(num_elements(largest.fields()), device)
-        self._results = PinnedCopy(2 * aligned(largest.step.num_sampled), device)
+        self._num_top = options.num_top
+        self._results = PinnedCopy(2 * (1 + self._num_top) * aligned(largest.step.num_sampled), device)
         self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # A table of its own: the model's is made anew when the update needs a longer one.
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
@@ -189,7 +205,7 @@ class CudaRunner(Runner):
             ) from error
         self.was_prepared = is_prepared and self._can_be_timed
         if shape.num_sampled:
-            self._results.download(2 * aligned(shape.num_sampled))
+            self._results.download(2 * (1 + self._num_top) * aligned(shape.num_sampled))
 
     def wait(self, num_sampled: int) -> SampledRows:
         """See `Runner`."""
@@ -201,6 +217,13 @@ class CudaRunner(Runner):
         results = step.results
         token_ids, logprobs = results.token_ids[:num_sampled].copy(), results.logprobs[:num_sampled].copy()
         return SampledRows(token_ids=token_ids, logprobs=logprobs)
+
+    def top_tokens(self, rows: Int64Array, num: int) -> TopTokens | None:
+        """See `Runner`."""
+        assert self._step is not None, "no step was launched"
+        assert num == self._num_top or not self._num_top, "the step did not take that number"
+        token_ids, logprobs = self._step.host_top
+        return TopTokens(token_ids=token_ids[rows], logprobs=logprobs[rows]) if self._num_top else None
 
     def run(self, key: Hashable, compute: Callable[[], None]) -> bool:
         """Compute something after the launched step; does not wait. See `StepGraphs.run`, also for what it returns."""
@@ -230,7 +253,7 @@ class CudaRunner(Runner):
             rows = slice(first, min(first + LOGITS_AT_ONCE, step.inputs.shape.num_sampled))
             logits = self._logits[: rows.stop - first]
             torch.mm(step.hidden[rows], self.model.head_weight.t(), out=logits)
-            self._sample(step, rows, logits)
+            self._sample(step, rows, logits, (step.top[0][rows], step.top[1][rows]) if self._num_top else None)
 
     @torch.inference_mode()
     def _sample_filtered(self, step: CudaStep, filters: RowFilters) -> None:
@@ -248,9 +271,9 @@ class CudaRunner(Runner):
             self._sample(step, rows, filtered)
             step.logprobs[rows] = row_logprobs_reference(logits, temperatures, step.tokens[rows].long())
 
-    def _sample(self, step: CudaStep, rows: slice, logits: Tensor) -> None:
+    def _sample(self, step: CudaStep, rows: slice, logits: Tensor, top: tuple[Tensor, Tensor] | None = None) -> None:
         noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])
-        sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
+        sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling, top)
 
     def _make_step(self, shape: LaunchShape) -> CudaStep:
         """Views of a step of a new shape, kept until `MAX_STEPS` others were used more recently."""
@@ -265,15 +288,21 @@ class CudaRunner(Runner):
         }
         num_sampled = shape.step.num_sampled
         width = aligned(num_sampled)  # log-probs, too, begin where kernels expect it
-        (host_tokens, host_logprobs), (tokens, logprobs) = (
-            results[: 2 * width].view(2, width)[:, :num_sampled]
-            for results in (self._results.host, self._results.device)
-        )
+        k = self._num_top
+
+        def parts(results: Tensor) -> tuple[Tensor, ...]:
+            sampled, top = results[: 2 * width].view(2, width), results[2 * width : 2 * (1 + k) * width]
+            token_ids, logprobs = top.view(2, width, k)[:, :num_sampled]
+            tokens, of_tokens = sampled[:, :num_sampled]
+            return tokens, of_tokens.view(torch.float32), token_ids, logprobs.view(torch.float32)
+
+        host_tokens, host_logprobs, *host_top = (part.numpy() for part in parts(self._results.host))
+        tokens, logprobs, *top = parts(self._results.device)
         step = self._steps[shape] = CudaStep(
             shape=shape,
             host=host,
             inputs=StepInputs(shape.step, *(host[name] for name in shape.step.fields())),
-            results=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
+            results=SampledRows(token_ids=host_tokens, logprobs=host_logprobs),
             rows=TiledRows(**{field.name: views[field.name] for field in fields(TiledRows)}),
             temperatures=views["temperatures"],
             rng_keys=views["rng_keys"],
@@ -282,7 +311,9 @@ class CudaRunner(Runner):
             moves=views["moves"],
             hidden=self.hidden[: shape.step.num_rows],
             tokens=tokens,
-            logprobs=logprobs.view(torch.float32),
+            logprobs=logprobs,
+            top=(top[0], top[1]),
+            host_top=(host_top[0], host_top[1]),
         )
         return step
 

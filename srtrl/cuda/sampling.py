@@ -6,7 +6,10 @@ best is within `MARGIN` of the row's best can hold the winner, nearly always one
 `sample_rows_reference` does it, in float64. Blocks begin at fixed tokens and are combined in their order: the bits of a
 row do not depend on other rows. Nothing asks the device anything, so a CUDA graph can hold it.
 
-Letters: N rows, V vocabulary.
+Where drafters want the most likely tokens of a row, too, the first kernel keeps the best two of each block, and the
+second takes the best of these: a third one in the same block is missed.
+
+Letters: N rows, V vocabulary, K most likely tokens.
 """
 
 import torch
@@ -45,6 +48,9 @@ class SamplingScratch:
         """Largest scaled logit."""
         self.sums = torch.empty_like(self.best)
         """Sum of e**(scaled - maximum)."""
+        self.top_logits = torch.empty((num_rows, 2 * shape[1]), dtype=torch.float32, device=device)
+        """[N, 2 x blocks], scaled logits of the two most likely tokens of each block."""
+        self.top_tokens = torch.empty_like(self.top_logits, dtype=torch.int32)
 
 
 def sample_rows_triton(
@@ -55,6 +61,7 @@ def sample_rows_triton(
     out_tokens: Tensor,
     out_logprobs: Tensor,
     scratch: SamplingScratch,
+    out_top: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Sample one token per row and its log-prob; everything lies on the device.
 
@@ -68,20 +75,24 @@ def sample_rows_triton(
         out_tokens: [N] int32, written: those of `sample_rows_reference`.
         out_logprobs: [N] float32, written: under the whole tempered softmax, as `row_logprobs_reference`.
         scratch: For at least N rows of V tokens.
+        out_top: [N, K] int32 and float32, written: the most likely tokens, of each block no more than two, and their
+            log-probs, -inf where there are fewer tokens.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = scratch.best.shape[1]
     assert logits.stride(1) == 1
     assert num_rows <= len(scratch.best)
     assert num_blocks == triton.cdiv(vocab_size, scratch.block)
-    shared = (scratch.best, scratch.maxima, scratch.sums, vocab_size, num_blocks, logits.stride(0))
+    out_top_tokens, out_top_logprobs = out_top or (scratch.top_tokens, scratch.top_logits)
+    num_top = 0 if out_top is None else out_top_tokens.shape[1]
+    top = (scratch.top_logits, scratch.top_tokens)
+    shared = (scratch.best, scratch.maxima, scratch.sums, *top, vocab_size, num_blocks, logits.stride(0))
     rows = (logits, temperatures, rng_keys, positions)
     # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
-    options = {"BLOCK": scratch.block, "num_warps": 4, "enable_fp_fusion": False}
+    options = {"NUM_TOP": num_top, "BLOCK": scratch.block, "num_warps": 4, "enable_fp_fusion": False}
     rank_blocks[(num_rows, num_blocks)](*rows, *shared, **options)
-    finish_rows[(num_rows,)](
-        *rows, out_tokens, out_logprobs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options
-    )
+    outputs = (out_tokens, out_logprobs, out_top_tokens, out_top_logprobs)
+    finish_rows[(num_rows,)](*rows, *outputs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options)
 
 
 @jit
@@ -150,9 +161,12 @@ def rank_blocks(
     best: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
+    top_logits: tl.tensor,
+    top_tokens: tl.tensor,
     vocab_size: tl.tensor,
     num_blocks: tl.tensor,
     row_stride: tl.tensor,
+    NUM_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Fill `SamplingScratch`; one program per row and block."""
@@ -166,6 +180,14 @@ def rank_blocks(
     entry = row.to(tl.int64) * num_blocks + block
     tl.store(maxima + entry, highest)
     tl.store(sums + entry, tl.sum(weights, axis=0))
+    if NUM_TOP > 0:
+        others = scaled
+        for place in tl.static_range(2):
+            likely = tl.max(others, axis=0)
+            token = tl.min(tl.where(others == likely, tokens, vocab_size), axis=0)
+            tl.store(top_logits + 2 * entry + place, likely)
+            tl.store(top_tokens + 2 * entry + place, token)
+            others = tl.where(tokens == token, _MINUS_INFINITY, others)
     if temperature > 0:  # padding is greedy: it pays for no noise
         scaled += rough_gumbel(noise_bits(rng_keys, positions, row, tokens))
     tl.store(best + entry, tl.max(scaled, axis=0))
@@ -179,16 +201,21 @@ def finish_rows(
     positions: tl.tensor,
     out_tokens: tl.tensor,
     out_logprobs: tl.tensor,
+    out_top_tokens: tl.tensor,
+    out_top_logprobs: tl.tensor,
     best: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
+    top_logits: tl.tensor,
+    top_tokens: tl.tensor,
     vocab_size: tl.tensor,
     num_blocks: tl.tensor,
     row_stride: tl.tensor,
     NUM_BLOCKS: tl.constexpr,
+    NUM_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Token and log-prob of a row from the results of its blocks; one program per row."""
+    """Token and log-prob of a row, and its most likely tokens, from the results of its blocks; one program per row."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     blocks = tl.arange(0, NUM_BLOCKS)
@@ -221,3 +248,14 @@ def finish_rows(
     logprob = chosen.to(tl.float64) - highest.to(tl.float64) - tl.log(total.to(tl.float64))
     tl.store(out_tokens + row, winner)
     tl.store(out_logprobs + row, logprob.to(tl.float32))
+    if NUM_TOP > 0:
+        candidates = tl.arange(0, 2 * NUM_BLOCKS)
+        first = 2 * row.to(tl.int64) * num_blocks
+        others = tl.load(top_logits + first + candidates, mask=candidates < 2 * num_blocks, other=_MINUS_INFINITY)
+        normalizer = highest + tl.log(total)
+        for place in tl.static_range(NUM_TOP):
+            likely = tl.max(others, axis=0)
+            candidate = tl.min(tl.where(others == likely, candidates, 2 * num_blocks - 1), axis=0)
+            tl.store(out_top_tokens + row * NUM_TOP + place, tl.load(top_tokens + first + candidate))
+            tl.store(out_top_logprobs + row * NUM_TOP + place, likely - normalizer)
+            others = tl.where(candidates == candidate, _MINUS_INFINITY, others)

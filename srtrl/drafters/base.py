@@ -9,7 +9,7 @@ import numpy.typing as npt
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe.schema import Section
 from srtrl.resolve import resolve_class
-from srtrl.types import Completion, Purpose, Request
+from srtrl.types import Completion, Purpose, Request, TopTokens
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -36,6 +36,8 @@ class DrafterBase:
     """Whether it ever drafts."""
     uses_texts: bool = False
     """Whether it drafts from the texts of `learn_texts`."""
+    num_top: int = 0
+    """Number of the policy's most likely tokens in place of each sampled one for `observe_top`; 0: it is not called."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
     knows_noise: bool = True
@@ -72,6 +74,13 @@ class DrafterBase:
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""
+
+    def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
+        """In place of `observe` where the tokens were sampled now: row i of `top` is likely in place of token i.
+
+        Called where `num_top` is not 0 and the engine's runner offers it.
+        """
+        self.observe(slots, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a background's."""

@@ -16,6 +16,7 @@ class Drafter(SrtDrafter):
 
     uses_texts = False
     inserts = False
+    num_top = 0
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)

@@ -5,13 +5,14 @@ Rollouts are plain int32 arrays (checkpoints hold these); tries are built from t
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
+from srtrl.drafters.distributions import NO_DISTRIBUTIONS
 from srtrl.metrics import write_atomic
 
 Tokens = npt.NDArray[np.int32]
@@ -29,11 +30,24 @@ ARRAYS = ("prompt_tokens", "prompt_lengths", "rollout_counts", "rollout_tokens",
 """The arrays of a file: prompts and rollouts laid end to end, their lengths, and the rollouts of each prompt."""
 
 
+class Rollout(NamedTuple):
+    """A completed rollout."""
+
+    tokens: Tokens
+    distributions: Tokens
+    """What they were drawn from, see `srtrl.drafters.distributions`: [tokens, SIZE], or [0, SIZE]; not in files."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, by the constants above."""
+        return ROLLOUT_BYTES + TOKEN_BYTES * len(self.tokens) + self.distributions.nbytes
+
+
 class RolloutCache:
     """The newest rollouts of each prompt, at most `max_rollouts` per prompt and `max_bytes` in total.
 
-    The key is the prompt's token ids. When memory is short, each prompt loses its oldest rollouts before any prompt is
-    dropped, the prompt that was added to least recently first.
+    The key is the prompt's token ids. When memory is short, distributions are dropped first, then each prompt loses its
+    oldest rollouts before any prompt is dropped, the prompt that was added to least recently first.
     """
 
     def __init__(self, *, max_rollouts: int, max_bytes: int) -> None:
@@ -43,25 +57,27 @@ class RolloutCache:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
-        self._rollouts: dict[tuple[int, ...], list[Tokens]] = {}
+        self._rollouts: dict[tuple[int, ...], list[Rollout]] = {}
         """Of each prompt, newest last; the prompt that was added to last comes last."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rollouts, prompts not counted."""
-        return sum(len(rollout) for rollouts in self._rollouts.values() for rollout in rollouts)
+        return sum(len(rollout.tokens) for rollouts in self._rollouts.values() for rollout in rollouts)
 
-    def add(self, prompt: tuple[int, ...], rollout: Sequence[int] | Tokens) -> None:
+    def add(
+        self, prompt: tuple[int, ...], tokens: Sequence[int] | Tokens, distributions: Tokens = NO_DISTRIBUTIONS
+    ) -> None:
         """Append a completed rollout of a prompt; older ones are dropped where a bound requires it.
 
         An empty rollout is ignored.
 
         An int32 array is kept as it is, and must not change any more.
         """
-        rollout = np.asarray(rollout, dtype=np.int32)
-        if not len(rollout):
+        rollout = Rollout(np.asarray(tokens, dtype=np.int32), distributions)
+        if not len(rollout.tokens):
             return
-        if PROMPT_BYTES + ROLLOUT_BYTES + TOKEN_BYTES * (len(prompt) + len(rollout)) > self.max_bytes:
+        if PROMPT_BYTES + ROLLOUT_BYTES + TOKEN_BYTES * (len(prompt) + len(rollout.tokens)) > self.max_bytes:
             return  # too large for any cache of this size: keep the others
         rollouts = self._rollouts.pop(prompt, None)
         if rollouts is None:
@@ -69,20 +85,20 @@ class RolloutCache:
             self.num_bytes += PROMPT_BYTES + TOKEN_BYTES * len(prompt)
         self._rollouts[prompt] = rollouts
         rollouts.append(rollout)
-        self.num_bytes += _bytes_of(rollout)
+        self.num_bytes += rollout.num_bytes
         if len(rollouts) > self.max_rollouts:
-            self.num_bytes -= _bytes_of(rollouts.pop(0))
+            self.num_bytes -= rollouts.pop(0).num_bytes
         if self.num_bytes > self.max_bytes:
             self._make_room(int(KEPT_SHARE * self.max_bytes))
 
-    def rollouts(self, prompt: tuple[int, ...]) -> list[Tokens]:
+    def rollouts(self, prompt: tuple[int, ...]) -> list[Rollout]:
         """Return the prompt's rollouts, newest last; an empty list if there are none."""
         return list(self._rollouts.get(prompt, ()))
 
     def mean_tokens(self, prompt: tuple[int, ...]) -> float | None:
         """Mean length of the prompt's rollouts; None if there are none."""
         rollouts = self._rollouts.get(prompt)
-        return sum(map(len, rollouts)) / len(rollouts) if rollouts else None
+        return sum(len(one.tokens) for one in rollouts) / len(rollouts) if rollouts else None
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts, the least recently added to first."""
@@ -90,7 +106,7 @@ class RolloutCache:
 
     def save(self, path: Path) -> None:
         """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes."""
-        rollouts = [rollout for of_prompt in self._rollouts.values() for rollout in of_prompt]
+        rollouts = [rollout.tokens for of_prompt in self._rollouts.values() for rollout in of_prompt]
         arrays: dict[str, npt.NDArray[Any]] = {
             "prompt_tokens": np.array([token for prompt in self._rollouts for token in prompt], np.int32),
             "prompt_lengths": np.array([len(prompt) for prompt in self._rollouts], np.int64),
@@ -115,20 +131,21 @@ class RolloutCache:
                 self.add(tuple(prompt.tolist()), next(rollouts).copy())
 
     def _make_room(self, max_bytes: int) -> None:
-        """Trim prompts with k rollouts to k - 1, k falling, until the rest fits."""
+        """Drop distributions, then trim prompts with k rollouts to k - 1, k falling, until the rest fits."""
+        for rollouts in self._rollouts.values():
+            for number, rollout in enumerate(rollouts):
+                if self.num_bytes > max_bytes:
+                    self.num_bytes -= rollout.distributions.nbytes
+                    rollouts[number] = rollout._replace(distributions=NO_DISTRIBUTIONS)
         for num_rollouts in range(self.max_rollouts, 0, -1):
             for prompt, rollouts in list(self._rollouts.items()):
                 if self.num_bytes <= max_bytes:
                     return
                 if len(rollouts) == num_rollouts:
-                    self.num_bytes -= _bytes_of(rollouts.pop(0))
+                    self.num_bytes -= rollouts.pop(0).num_bytes
                     if not rollouts:
                         del self._rollouts[prompt]
                         self.num_bytes -= PROMPT_BYTES + TOKEN_BYTES * len(prompt)
-
-
-def _bytes_of(rollout: Tokens) -> int:
-    return ROLLOUT_BYTES + TOKEN_BYTES * len(rollout)
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:

@@ -1,29 +1,36 @@
-"""Counts of the tokens that follow two tokens, or a single token, in the completed rollouts of all prompts.
+"""How often tokens follow two tokens, or a single token, in the rollouts of all prompts.
 
 A prompt's trie holds that prompt's texts only: it cannot propose a token that is new there, and with few texts that is
 every twentieth token. Texts of other prompts contain common phrases. Two tokens of context are enough for most of them,
 so this is a table of fixed size, not another trie: for each context some tokens that followed it, with counts. Where it
 is full, new tokens replace rare ones, and all counts fade with time.
 
-It learns complete rollouts only, in the order of completion: drafts do not depend on threads.
+Of a sample that the engine decodes it learns more than the tokens that were drawn: each place adds the probabilities of
+its most likely tokens, which the policy has computed. Of other texts it learns each token with the weight 1, in the
+order of completion. Drafts do not depend on threads.
 """
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.suffix_automaton import NONE, START_TOKEN
+from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
+from srtrl.drafters.suffix_automaton import BEFORE_LAST, LAST, NONE, START_TOKEN, Cursors, Int32Array, Int64Array
 from srtrl.model.kernels import inlined, inner
 
 Table = npt.NDArray[np.int32]
-"""[contexts, 2 + 2 x WAYS]: a mark that identifies the row's context, its total, and pairs of token and count."""
+"""[contexts, 2 + 2 x WAYS]: a mark that identifies the row's context, its total, and pairs of token and count.
+
+Total and counts are in units of 1 / `UNIT`."""
 
 NUM_CONTEXTS = 1 << 17
 """Rows: 8 MB."""
 WAYS = 7
 """Tokens kept for a context: its row is one cache line."""
 MARK, TOTAL, ENTRIES = 0, 1, 2
-MAX_TOTAL = 1 << 10
+UNIT = 1 << 8
+"""The weight of a token of a text."""
+MAX_TOTAL = UNIT << 10
 """A context that has occurred this often forgets half of it: policies change."""
 NO_TOKEN = -2
 """In place of the first of two tokens: the context is the second one alone."""
@@ -62,13 +69,32 @@ def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
             before_last, last = START_TOKEN, START_TOKEN
             continue
         for first in (before_last, NO_TOKEN):  # of one type: `_count` compiles once
-            _count(table, int(first), int(last), token)
+            _count(table, int(first), int(last), token, UNIT)
         before_last, last = last, token
 
 
+@numba.njit(cache=True, nogil=True)
+def learn_distributions(
+    table: Table, cursors: Cursors, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, known: Int32Array
+) -> None:
+    """Learn what was likely in place of tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
+
+    `known`: distributions, [tokens, SIZE], some of them unknown.
+    """
+    for b in range(len(slots)):
+        before_last, last = int(cursors.rows[slots[b], BEFORE_LAST]), int(cursors.rows[slots[b], LAST])
+        for i in range(offsets[b], offsets[b + 1]):
+            for number in range(NUM_TOP if known[i, 0] != UNKNOWN else 0):
+                weight = int(UNIT * probability(known[i], 0, number) + 0.5)
+                if weight > 0:
+                    for length in (2, 1):
+                        _count(table, before_last if length == 2 else NO_TOKEN, last, known[i, number], weight)
+            before_last, last = last, int(token_ids[i])
+
+
 @inner
-def _count(table: Table, first: int, second: int, token: int) -> None:
-    """One more occurrence of a token after a context."""
+def _count(table: Table, first: int, second: int, token: int, weight: int) -> None:
+    """Add to the count of a token after a context."""
     index, mark = _row_of(table, first, second)
     row = table[index]
     if row[MARK] != mark:
@@ -83,15 +109,15 @@ def _count(table: Table, first: int, second: int, token: int) -> None:
     rarest = ENTRIES
     for entry in range(ENTRIES, len(row), 2):
         if row[entry] == token and row[entry + 1] > 0:
-            row[entry + 1] += 1
-            row[TOTAL] += 1
+            row[entry + 1] += weight
+            row[TOTAL] += weight
             return
         if row[entry + 1] < row[rarest + 1]:
             rarest = entry
-    if row[rarest + 1] > 1:  # as Misra and Gries (1982) find frequent items: what is new wears out what is rare
-        row[rarest + 1] -= 1
-        row[TOTAL] -= 1
+    if row[rarest + 1] > weight:  # as Misra and Gries (1982) find frequent items: what is new wears out what is rare
+        row[rarest + 1] -= weight
+        row[TOTAL] -= weight
         return
-    row[TOTAL] += 1 - row[rarest + 1]
+    row[TOTAL] += weight - row[rarest + 1]
     row[rarest] = token
-    row[rarest + 1] = 1
+    row[rarest + 1] = weight

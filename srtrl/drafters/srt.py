@@ -8,15 +8,16 @@ import numpy.typing as npt
 from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
+from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.rollout_cache import RolloutCache
-from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
+from srtrl.drafters.rollout_cache import Rollout, RolloutCache
+from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, Noise, draft_trees, learn_rows
+from srtrl.drafters.trie_draft import BLEND, Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, TopTokens
 
 TRUST_FILE = "draft_trust.json"
 NO_TEXT: Int32Array = np.empty(0, np.int32)
@@ -32,8 +33,9 @@ class SrtOptions(Section):
     cache_memory_gib: float = Field(default=1.0, ge=0)
     """Maximum memory of kept rollouts (training and evaluation have a cache each).
 
-    When it is full, prompts lose their oldest rollouts before a whole prompt is dropped. It also bounds the memory of
-    the tries: above it, tries that no sample drafts from are freed.
+    When it is full, what the policy took to be likely is dropped first, then prompts lose their oldest rollouts before
+    a whole prompt is dropped. It also bounds the memory of the tries: above it, tries that no sample drafts from are
+    freed.
     """
     other_prompts: bool = True
     """Where the prompt's own texts have no continuation, guess what followed the last two tokens in completed rollouts
@@ -46,6 +48,7 @@ class Drafter(DrafterBase):
     Options = SrtOptions
     options: SrtOptions
     uses_texts = True
+    num_top = NUM_TOP
     inserts = True
     """Whether running samples enter their tokens into the tries."""
 
@@ -62,6 +65,8 @@ class Drafter(DrafterBase):
         self._num_repeated = 0
         self._ngrams: dict[str, Table] = {}
         """For each purpose, from texts of all prompts."""
+        self._taught: set[int] = set()
+        """RNG keys of this step's samples whose distributions these were learned from."""
         self._trust: dict[str, Trust] = {}
         """For each purpose, what was learned about contexts and the noise."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
@@ -78,23 +83,27 @@ class Drafter(DrafterBase):
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it."""
-        start = np.array([START_TOKEN], np.int32)
-        tries, texts = [], []
+        start = Rollout(np.array([START_TOKEN], np.int32), unknown(1))
+        tries, texts, distributions = [], [], [NO_DISTRIBUTIONS]
         for request in requests:
             key = key_of(request)
             self._purpose = request.purpose
             rollouts = self.cache(request.purpose).rollouts(request.prompt_token_ids)
-            trie, text = self._tries.pop(key, None), start
+            trie, parts = self._tries.pop(key, None), [start]
             if trie is None:
                 early = [one for by_key in self._texts for one in by_key.get(key, {}).values()]
-                history = rollouts + early  # the most useful last
-                trie = TokenTrie(expected_tokens=sum(map(len, history)))
-                text = np.concatenate([*(part for own in history for part in (start, own)), start])
+                history = rollouts + [Rollout(text, NO_DISTRIBUTIONS) for text in early]  # the most useful last
+                trie = TokenTrie(
+                    expected_tokens=sum(len(one.tokens) for one in history),
+                    expected_distributions=sum(len(one.distributions) for one in history),
+                )
+                parts = [part for one in history for part in (start, one)] + [start]
             self._tries[key] = trie
             tries.append(trie)
-            texts.append(text)
+            texts.append(np.concatenate([part.tokens for part in parts]))
+            distributions += [one if len(one) else unknown(len(tokens)) for tokens, one in parts]
         self.cursors.start(slots, tries, inserts=True)
-        self.cursors.extend(slots, *end_to_end(texts))
+        self.cursors.extend(slots, *end_to_end(texts), np.concatenate(distributions))
         self.cursors.arrays.rows[slots, INSERTS] = self.inserts
         more = len(self.cursors.tries) - len(self._noise.rng_keys)
         if more > 0:
@@ -110,19 +119,37 @@ class Drafter(DrafterBase):
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft from the tries of the slots' prompts."""
         min_score = max(self.options.min_score, min_score)
-        ngrams = self._ngrams.get(self._purpose, NO_TABLE)
-        trust = self._trust.setdefault(self._purpose, make_trust())
         self._is_drafted[slots] = True
-        return draft_trees(self.cursors.arrays, slots, max_nodes, BLEND, min_score, ngrams, trust, self._noise)
+        return draft_trees(self.cursors.arrays, slots, max_nodes, self._basis(), min_score)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from what followed the drafts, and insert (or follow) the committed tokens."""
+        self._learn_trust(slots, token_ids, offsets)
+        self._insert(slots, token_ids, offsets, NO_DISTRIBUTIONS)
+
+    def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
+        """As `observe`; where the tokens are drawn from them, keep the policy's distributions and learn phrases."""
+        self._learn_trust(slots, token_ids, offsets)  # before these phrases are known
+        is_drawn, distributions = self._noise.is_known[slots], pack(top)
+        distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
+        if self.options.other_prompts:
+            table = self._table(self._purpose)
+            learn_distributions(table, self.cursors.arrays, slots, token_ids, offsets, distributions)
+            self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
+        self._insert(slots, token_ids, offsets, distributions)
+
+    def _basis(self) -> Basis:
+        trust = self._trust.setdefault(self._purpose, make_trust())
+        return Basis(BLEND, self._ngrams.get(self._purpose, NO_TABLE), trust, self._noise)
+
+    def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         teaches = self._is_drafted[slots] & self._noise.is_known[slots]
         if teaches.any():
-            trust, ngrams = self._trust[self._purpose], self._ngrams.get(self._purpose, NO_TABLE)
-            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, BLEND, trust, self._noise, ngrams)
+            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis())
         self._is_drafted[slots] = False
-        self.cursors.extend(slots, token_ids, offsets)
+
+    def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, distributions: Int32Array) -> None:
+        self.cursors.extend(slots, token_ids, offsets, distributions)
         self._noise.positions[slots] += offsets[1:] - offsets[:-1]
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
@@ -142,8 +169,11 @@ class Drafter(DrafterBase):
                 early = by_key.get(key_of(request), {}).pop(request.rng_key, NO_TEXT)
                 self._num_repeated += max(0, num_equal(early, text) - request.num_reused)
             text = np.insert(text, starts, START_TOKEN) if starts else text
-            self.cache(request.purpose).add(request.prompt_token_ids, text)
-            self._learn_ngrams(request.purpose, text)
+            trie = self._tries.get(key_of(request))
+            distributions = NO_DISTRIBUTIONS if trie is None else trie.distributions(text)
+            self.cache(request.purpose).add(request.prompt_token_ids, text, distributions)
+            if request.rng_key not in self._taught:
+                self._learn_ngrams(request.purpose, text)
 
     def learn_texts(self, texts: TextsByKey) -> None:
         """Keep them for the tries that are built in this step and the next; of two texts of a sample the longer one."""
@@ -163,6 +193,7 @@ class Drafter(DrafterBase):
         """Free the tries that no sample uses: they are built again, from the newest rollouts."""
         self._free_idle(0)
         self._texts = [self._texts[1], {}]
+        self._taught = set()
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
@@ -191,8 +222,8 @@ class Drafter(DrafterBase):
             cache = self.cache(purpose)
             cache.load(path)
             for prompt in cache.prompts():
-                for text in cache.rollouts(prompt):
-                    self._learn_ngrams(purpose, text)
+                for rollout in cache.rollouts(prompt):
+                    self._learn_ngrams(purpose, rollout.tokens)
 
     @property
     def num_trie_bytes(self) -> int:
@@ -201,9 +232,12 @@ class Drafter(DrafterBase):
 
     def _learn_ngrams(self, purpose: str, text: npt.NDArray[np.int32]) -> None:
         if self.options.other_prompts:
-            if purpose not in self._ngrams:
-                self._ngrams[purpose] = make_table()
-            learn_ngrams(self._ngrams[purpose], text)
+            learn_ngrams(self._table(purpose), text)
+
+    def _table(self, purpose: str) -> Table:
+        if purpose not in self._ngrams:
+            self._ngrams[purpose] = make_table()
+        return self._ngrams[purpose]
 
     def _free_idle(self, max_bytes: int) -> None:
         """Free tries that no sample uses, the longest idle first, until the others take no more than `max_bytes`."""

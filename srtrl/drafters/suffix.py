@@ -15,7 +15,7 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.suffix_automaton import LENGTH, LINK, MATCH, ROOT, START_TOKEN, STATE, locate
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import Rule, draft_trees
+from srtrl.drafters.trie_draft import Basis, Rule, draft_trees
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
@@ -67,7 +67,8 @@ class Drafter(DrafterBase):
         candidates = TrieCursors()
         candidates.start(np.arange(len(drafts)), tries, inserts=False)
         candidates.arrays.rows[:] = cursors
-        trees = draft_trees(candidates.arrays, np.arange(len(drafts)), np.array(rooms), SUFFIX, self.options.min_score)
+        which, basis = np.arange(len(drafts)), Basis(SUFFIX)
+        trees = draft_trees(candidates.arrays, which, np.array(rooms), basis, self.options.min_score)
         sums = np.bincount(np.repeat(np.arange(len(trees)), trees.sizes), trees.scores, minlength=len(trees))
         by_row = np.lexsort((-sums, rows))
         return DraftTrees.of(trees[int(by_row[first])] for first in np.searchsorted(rows, np.arange(len(slots))))

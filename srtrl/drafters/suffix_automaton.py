@@ -20,6 +20,7 @@ import numpy.typing as npt
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from srtrl.drafters.distributions import SIZE, UNKNOWN
 from srtrl.model.kernels import inlined, inner
 
 Int32Array = npt.NDArray[np.int32]
@@ -51,7 +52,9 @@ BLOCK = 4
 """Index of its first edge."""
 INLINE = 5
 """Place of the only edge while there is but one."""
-RECORD = 8
+NEWEST = 8
+"""Index of the policy's distribution after the newest occurrence of its strings of which it is known; 0: of none."""
+RECORD = 9
 CLASS_BITS = 5
 CLASS_MASK = (1 << CLASS_BITS) - 1
 
@@ -78,7 +81,9 @@ LAST, BEFORE_LAST = 2, 3
 """The last two tokens."""
 INSERTS = 4
 """Whether its tokens enter the trie; if not, they are only followed there."""
-CURSOR = 5
+NUM_PASSED = 5
+"""Tokens of its text, START included: of a match of this length nothing is missing."""
+CURSOR = 6
 
 WORK_PER_TOKEN = 20
 """Cost of inserting a token, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
@@ -215,6 +220,7 @@ def _new_state(memory: Int32Array, length: int) -> int:
     memory[state + TOTAL] = 0
     memory[state + EDGES] = 0
     memory[state + BLOCK] = state + INLINE
+    memory[state + NEWEST] = 0
     return int(state)
 
 
@@ -239,6 +245,7 @@ def _state_after(memory: Int32Array, parent: int, token: int, edge: int) -> int:
     clone = _new_state(memory, length)
     memory[clone + LINK] = memory[target + LINK]
     memory[clone + TOTAL] = memory[target + TOTAL]
+    memory[clone + NEWEST] = memory[target + NEWEST]
     memory[clone + EDGES] = memory[target + EDGES]
     size_class = memory[target + EDGES] & CLASS_MASK
     if size_class > 0:
@@ -280,16 +287,31 @@ def _find_continued(memory: Int32Array, state: int, token: int) -> tuple[int, in
 
 
 @inner
-def _insert_token(memory: Int32Array, last: int, token: int, num_new: int, parent: int, edge: int) -> int:
+def _put_distribution(memory: Int32Array, numbers: Int32Array) -> int:
+    """Write a distribution, there being room; returns its index."""
+    start = memory[USED]
+    memory[USED] += SIZE
+    for i in range(SIZE):
+        memory[start + i] = numbers[i]
+    return int(start)
+
+
+@inner
+def _insert_token(
+    memory: Int32Array, last: int, token: int, num_new: int, parent: int, edge: int, distribution: int
+) -> int:
     """Insert a token after the text of the state `last`, there being room; returns the state of the longer text.
 
-    The other arguments are those that `_find_continued` returns.
+    `distribution`: the index of what it was drawn from, or 0. The other arguments are those that `_find_continued`
+    returns.
     """
     state = NONE
     if num_new > 0:
         state = _new_state(memory, memory[last + LENGTH] + 1)
         for _ in range(num_new):
             _add_edge(memory, last, token, state)
+            if distribution > 0:
+                memory[last + NEWEST] = distribution
             last = memory[last + LINK]
     longest_known = ROOT if parent == NONE else _state_after(memory, parent, token, edge)
     if state == NONE:  # another text continued in the same way
@@ -301,6 +323,8 @@ def _insert_token(memory: Int32Array, last: int, token: int, num_new: int, paren
             break
         memory[find_edge(memory, parent, token) + COUNT] += 1
         memory[parent + TOTAL] += 1
+        if distribution > 0:
+            memory[parent + NEWEST] = distribution
         parent = memory[parent + LINK]
     memory[NUM_TOKENS] += token != START_TOKEN
     return int(state)
@@ -318,22 +342,27 @@ def locate(memory: Int32Array, state: int, match: int) -> int:
 
 
 @inner
-def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begin: int) -> int:
+def _advance(
+    memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, distributions: Int32Array, begin: int
+) -> int:
     """Insert or follow `token_ids` from index `begin` on; returns the index of the first for which there is no room.
 
-    `START_TOKEN` begins a new text.
+    `START_TOKEN` begins a new text. `distributions`: what they were drawn from, [tokens, SIZE]; or [0, SIZE].
     """
     state, match = int(cursor[STATE]), int(cursor[MATCH])
     done = begin
     while done < len(token_ids):
         token = token_ids[done]
         if token == START_TOKEN:
-            state, match, cursor[LAST] = ROOT, 0, START_TOKEN
+            state, match, cursor[LAST], cursor[NUM_PASSED] = ROOT, 0, START_TOKEN, 0
         if cursor[INSERTS]:
             num_new, parent, edge, needed = _find_continued(memory, state, token)
-            if memory[USED] + needed > len(memory):
+            if memory[USED] + needed + SIZE > len(memory):
                 break
-            state = _insert_token(memory, state, token, num_new, parent, edge)
+            distribution = 0
+            if len(distributions) > 0 and distributions[done, 0] != UNKNOWN:
+                distribution = _put_distribution(memory, distributions[done])
+            state = _insert_token(memory, state, token, num_new, parent, edge, distribution)
             match += 1
         else:
             state = locate(memory, state, match)
@@ -346,6 +375,7 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
                 state = int(memory[edge + TARGET])
                 match += 1
         cursor[BEFORE_LAST], cursor[LAST] = cursor[LAST], token
+        cursor[NUM_PASSED] += 1
         done += 1
     cursor[STATE], cursor[MATCH] = state, match
     return done
@@ -368,6 +398,7 @@ def advance_rows(
     slots: Int64Array,
     token_ids: Int32Array,
     offsets: Int64Array,
+    distributions: Int32Array,
     progress: Int64Array,
     num_parts: int,
 ) -> None:
@@ -378,6 +409,7 @@ def advance_rows(
         slots: [B].
         token_ids: Tokens of all rows, end to end.
         offsets: [B + 1], where those of each row begin.
+        distributions: What the tokens were drawn from, see `_advance`.
         progress: [B], number of tokens that are in; brought forward.
         num_parts: Tries are dealt to this number of threads by their address.
     """
@@ -387,4 +419,23 @@ def advance_rows(
             if _home(address >> 12, 16) % num_parts == part:
                 memory = open_memory(address, cursors.sizes[slots[row]])
                 tokens = token_ids[offsets[row] : offsets[row + 1]]
-                progress[row] = _advance(memory, cursors.rows[slots[row]], tokens, progress[row])
+                known = distributions[offsets[row] : offsets[row + 1]]
+                progress[row] = _advance(memory, cursors.rows[slots[row]], tokens, known, progress[row])
+
+
+@numba.njit(cache=True, nogil=True)
+def read_distributions(memory: Int32Array, text: Int32Array, found: Int32Array) -> None:
+    """Write [tokens, SIZE] what each token of a text may have been drawn from, by the newest text that began as this.
+
+    The text begins with `START_TOKEN`, and so does each of its turns.
+    """
+    state = ROOT
+    for i in range(len(text)):
+        if text[i] == START_TOKEN:
+            state = ROOT
+        distribution = 0 if state in (ROOT, NONE) else memory[state + NEWEST]
+        if distribution > 0:
+            found[i] = memory[distribution : distribution + SIZE]
+        if state != NONE:
+            edge = find_edge(memory, state, text[i])
+            state = NONE if edge == NONE else int(memory[edge + TARGET])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
+from srtrl.drafters.distributions import NO_DISTRIBUTIONS, SIZE, UNKNOWN, unknown
 from srtrl.drafters.suffix_automaton import (
     CURSOR,
     INITIAL_SIZE,
@@ -20,6 +21,7 @@ from srtrl.drafters.suffix_automaton import (
     Int64Array,
     advance_rows,
     format_memory,
+    read_distributions,
 )
 from srtrl.model.cpu_threads import use_kernel_threads
 
@@ -27,9 +29,9 @@ from srtrl.model.cpu_threads import use_kernel_threads
 class TokenTrie:
     """All suffixes of some texts, with the number of times that each was followed by each token."""
 
-    def __init__(self, *, expected_tokens: int = 0) -> None:
+    def __init__(self, *, expected_tokens: int = 0, expected_distributions: int = 0) -> None:
         """Make an empty trie with room for about `expected_tokens`."""
-        size = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
+        size = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens + SIZE * expected_distributions
         self.memory: Int32Array = np.empty(1 << (size - 1).bit_length(), np.int32)
         format_memory(self.memory)
 
@@ -53,6 +55,12 @@ class TokenTrie:
         cursors = TrieCursors()
         cursors.start(np.zeros(1, np.int64), [self], inserts=True)
         cursors.extend(np.zeros(1, np.int64), np.array([START_TOKEN, *text], np.int32), np.array([0, 1 + len(text)]))
+
+    def distributions(self, text: Int32Array) -> Int32Array:
+        """What each token of an inserted text was drawn from, as far as it is known: [tokens, SIZE], or [0, SIZE]."""
+        found = unknown(1 + len(text))
+        read_distributions(self.memory, np.concatenate([np.array([START_TOKEN], np.int32), text]), found)
+        return found[1:] if (found != UNKNOWN).any() else NO_DISTRIBUTIONS
 
     def grow(self) -> None:
         """Double the array; indices into it are int32."""
@@ -81,7 +89,7 @@ class TrieCursors:
                 np.pad(self.arrays.sizes, (0, more)),
                 np.pad(self.arrays.rows, ((0, more), (0, 0))),
             )
-        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
+        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts, 0)
         self.arrays.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
         self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
         for slot, trie in zip(slots.tolist(), tries, strict=True):
@@ -92,13 +100,18 @@ class TrieCursors:
         for slot in slots:
             self.tries[slot] = None
 
-    def extend(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
+    def extend(
+        self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, known: Int32Array = NO_DISTRIBUTIONS
+    ) -> None:
+        """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`.
+
+        `known`: the distributions they were drawn from, [tokens, SIZE], or [0, SIZE].
+        """
         progress, sizes = np.zeros(len(slots), np.int64), offsets[1:] - offsets[:-1]
         use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
         num_parts = numba.get_num_threads()
         while True:
-            advance_rows(self.arrays, slots, token_ids, offsets, progress, num_parts)
+            advance_rows(self.arrays, slots, token_ids, offsets, known, progress, num_parts)
             waiting = slots[progress < sizes].tolist()
             if not waiting:
                 return

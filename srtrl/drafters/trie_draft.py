@@ -4,7 +4,9 @@ Rule `BLEND`: Witten-Bell back-off. A node's context and its suffixes, the longe
 total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left and
 spread it over the tokens that followed them, by count; of a suffix only the occurrences count that are not the longer
 context's. What the last two tokens, then the last one, are followed by in texts of other prompts (`shared_ngrams`)
-counts as contexts of length 2 and 1. What can change no score by `NEGLIGIBLE` times `min_score` is left out.
+counts as contexts of length 2 and 1. The longest context with a known distribution of the policy at its newest
+occurrence comes before all others, with probabilities in place of counts. What can change no score by `NEGLIGIBLE`
+times `min_score` is left out.
 """
 
 import math
@@ -15,8 +17,20 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.children import (
+    MAX_CHILDREN,
+    Children,
+    Row,
+    add_child,
+    find_child,
+    log_exponential,
+    make_children,
+    scale_shares,
+    share_out,
+)
+from srtrl.drafters.distributions import NUM_TOP, probability
 from srtrl.drafters.draft_tree import DraftTrees, ranges
-from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, WAYS, Table, find_context
+from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.suffix_automaton import (
     BEFORE_LAST,
     BLOCK,
@@ -27,7 +41,9 @@ from srtrl.drafters.suffix_automaton import (
     LENGTH,
     LINK,
     MATCH,
+    NEWEST,
     NONE,
+    NUM_PASSED,
     ROOT,
     STATE,
     TARGET,
@@ -42,31 +58,29 @@ from srtrl.drafters.suffix_automaton import (
 )
 from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
 from srtrl.drafters.trust import (
-    NOISE,
+    DISTRIBUTION,
     NUM_CELLS,
     POWER,
     Trust,
     blend_trust,
     cell_of,
+    column_of,
+    is_distribution,
     learn_noise,
     learn_trust,
     make_trust,
 )
 from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.kernels import inlined, inner
-from srtrl.model.noise import hash_row, uniform_of
+from srtrl.model.noise import hash_row
 
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 NEGLIGIBLE = 0.25
 """Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
 SMALLEST_SCORE = 1e-6
-MAX_CHILDREN = 64
-"""Children of a node that are considered."""
-NOT_YET = -1.0
-MAX_CONTEXTS = 6
-"""Contexts that give them: of a rule, and two of other prompts."""
+LIFT = 0.125
+"""Share of what is negligible that a token of a distribution needs: the noise may lift it."""
 LEARNED_MASS = 0.002
 """Children with less are not listed where trust is learned."""
 LEARN_EVERY = 4
@@ -106,131 +120,110 @@ NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.b
 """Of no slot."""
 
 
-class Row(NamedTuple):
-    """What decides the next token after a node, beside its contexts."""
+class Basis(NamedTuple):
+    """What scores come from, beside the tries."""
 
-    key: np.uint64
-    """Of its noise."""
-    is_known: bool
-    power: float
-    """Exponent of the noise."""
+    rule: Rule
+    """Such as `BLEND`."""
+    shared: Table = NO_TABLE
+    """See `shared_ngrams`; without rows where nothing is known."""
+    trust: Trust = NO_TRUST
+    """See `srtrl.drafters.trust`; for slots whose noise is known."""
+    noise: Noise = NO_NOISE
+    """Of all slots."""
 
 
-class Children(NamedTuple):
-    """The tokens that may follow a node, at most `MAX_CHILDREN`, and the contexts that say so."""
-
-    token_ids: Int32Array
-    counts: Int32Array
-    """Occurrences in the last context."""
-    states: Int32Array
-    """State and match of the context that ends with the token."""
-    matches: Int32Array
-    noise: Float64Array
-    """Factor of its counts; `NOT_YET` where no context has needed it."""
-    weights: Float64Array
-    """Probability: the sum of its shares."""
-    shares: Float64Array
-    """[MAX_CONTEXTS, MAX_CHILDREN], of each context; of children that it knows."""
-    cells: Int32Array
-    """By context, see `cell_of`."""
-    ends: Int32Array
-    """By context, number of children with the context's own."""
+Nodes = tuple[Int32Array, Int32Array, Float32Array]
+"""Token ids, parents and scores."""
 
 
 @inlined
-def _make_children() -> Children:
-    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((2 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
-    return Children(
-        numbers[0], numbers[1], numbers[2], numbers[3], floats[0], floats[1], floats[2:], numbers[4], numbers[5]
-    )
+def _add_distribution(
+    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
+) -> tuple[int, float]:
+    """Share mass by the distribution at the newest occurrence of the longest context that has one, and the noise.
+
+    Returns the number of children, and the mass left.
+    """
+    while state != ROOT and memory[state + NEWEST] == 0:
+        state = memory[state + LINK]
+        match = memory[state + LENGTH]
+    if state == ROOT or not row.is_known:
+        return 0, 1.0
+    cell = DISTRIBUTION + column_of(match, match == row.num_passed)
+    num, listed, total, power, start = 0, 0.0, 0.0, basis.trust[cell, POWER], memory[state + NEWEST]
+    for number in range(NUM_TOP):
+        chance = probability(memory, start, number)
+        if chance > 0 and chance >= LIFT * negligible:
+            add_child(children, num, memory[start + number], NONE, 0)
+            children.noise[num] = log_exponential(row, children.token_ids[num])
+            children.logprobs[num] = math.log(chance)
+            children.shares[0, num] = math.exp(max(power, 1.0) * children.logprobs[num] - power * children.noise[num])
+            listed += chance
+            total += children.shares[0, num]
+            num += 1
+    if num == 0:
+        return 0, 1.0
+    part = min(listed, 1.0) * blend_trust(basis.trust, cell, match / (match + basis.rule.match_weight))
+    scale_shares(children, 0, num, cell, part / total)
+    return num, 1.0 - part
 
 
 @inlined
-def _find_child(children: Children, num: int, token: int) -> int:
-    """Index of the child with a token among the first `num`, else `num`."""
-    i = 0
-    while i < num and children.token_ids[i] != token:
-        i += 1
-    return i
-
-
-@inlined
-def _log_exponential(row: Row, token: int) -> float:
-    """Log of the exponential variable -log(u) of a token: its Gumbel noise with the opposite sign."""
-    return math.log(-math.log(uniform_of(row.key, token)))
-
-
-@inlined
-def _add_child(children: Children, num: int, token: int, state: int, match: int) -> None:
-    """Write a child without weight."""
-    children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
-    children.states[num], children.matches[num], children.noise[num] = state, match, NOT_YET
-
-
-@inlined
-def _share_out(children: Children, context: int, num: int, row: Row, listed: int, cell: int, mass: float) -> None:
-    """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
-    shares, total = children.shares[context], float(listed)
-    if row.is_known:
-        total = 0.0
-        for i in range(num):
-            if 0 < shares[i] < listed:  # of a single one the noise does not matter
-                if children.noise[i] == NOT_YET:
-                    children.noise[i] = math.exp(-row.power * _log_exponential(row, children.token_ids[i]))
-                shares[i] *= children.noise[i]
-            total += shares[i]
-    factor = mass / total
-    for i in range(num):
-        shares[i] *= factor
-        children.weights[i] += shares[i]
-    children.cells[context], children.ends[context] = cell, num
+def _locate_child(memory: Int32Array, state: int, match: int, children: Children, i: int) -> None:
+    """Find the longest context that ends with a child's token, after a node with this state and match."""
+    if children.states[i] != NONE:
+        return
+    edge = find_edge(memory, state, children.token_ids[i])
+    while edge == NONE and state != ROOT:
+        state = memory[state + LINK]
+        match = memory[state + LENGTH]
+        edge = find_edge(memory, state, children.token_ids[i])
+    children.states[i] = ROOT if edge == NONE else memory[edge + TARGET]
+    children.matches[i] = 0 if edge == NONE else match + 1
 
 
 @inlined
 def _blend_contexts(
-    memory: Int32Array,
-    state: int,
-    match: int,
-    rule: Rule,
-    trust: Trust,
-    row: Row,
-    negligible: float,
-    children: Children,
+    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
 ) -> tuple[int, int, float]:
     """Share the probability mass among contexts and their children; returns their numbers and the mass left.
 
     What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
     in a suffix is listed if it is not negligible by itself.
     """
-    num, num_contexts, before, mass = 0, 0, 0, 1.0
+    rule, trust = basis.rule, basis.trust
+    num, mass = _add_distribution(memory, state, match, basis, row, negligible, children)
+    num_contexts, before = int(num > 0), 0
     for _ in range(rule.max_contexts):
         if state == ROOT or mass < negligible:
             break
         more, distinct = memory[state + STATE_TOTAL] - before, num_edges(memory, state)
         if more > 0:
-            cell = cell_of(more, match)
+            cell = cell_of(more, match, match == row.num_passed)
             part = more / (more + rule.distinct_weight * distinct) * (match / (match + rule.match_weight))
             part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
-            shares, listed = children.shares[num_contexts], 0
+            shares, listed, num_known, num_listed = children.shares[num_contexts], 0, num, 0
             for i in range(num):
-                count = memory[find_edge(memory, state, children.token_ids[i]) + COUNT]
+                edge = find_edge(memory, state, children.token_ids[i])
+                count = 0 if edge == NONE else memory[edge + COUNT]
                 shares[i] = count - children.counts[i]
                 listed += count - children.counts[i]
                 children.counts[i] = count
-            num_known = num
-            if distinct > num_known:
+                num_listed += edge != NONE
+            if distinct > num_listed:
                 for edge in range(memory[state + BLOCK], edges_end(memory, state), EDGE):
                     token, count = memory[edge], memory[edge + COUNT]
                     if token == EMPTY or part * count < negligible * more or num == MAX_CHILDREN:
                         continue
-                    if _find_child(children, num_known, token) == num_known:
-                        _add_child(children, num, token, memory[edge + TARGET], match + 1)
+                    if find_child(children, num_known, token) == num_known:
+                        add_child(children, num, token, memory[edge + TARGET], match + 1)
                         shares[num] = count
                         children.counts[num] = count
                         listed += count
                         num += 1
             if listed:
-                _share_out(children, num_contexts, num, row, listed, cell, part * listed / more)
+                share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / more)
                 num_contexts += 1
             mass -= part
             before += more
@@ -242,11 +235,9 @@ def _blend_contexts(
 @inlined
 def _add_shared(
     memory: Int32Array,
-    shared: Table,
     before_last: int,
     last: int,
-    rule: Rule,
-    trust: Trust,
+    basis: Basis,
     row: Row,
     mass: float,
     negligible: float,
@@ -255,6 +246,7 @@ def _add_shared(
     num_contexts: int,
 ) -> tuple[int, int]:
     """Spread `mass` over what the last two tokens, then the last one, were followed by in all prompts' texts."""
+    shared, rule, trust = basis.shared, basis.rule, basis.trust
     for length in (2, 1):
         entries = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
         if entries == NONE:
@@ -264,53 +256,53 @@ def _add_shared(
         for way in range(WAYS):
             distinct += shared[entries, ENTRIES + 2 * way + 1] > 0
         cell = NUM_CELLS - length
-        part = total / (total + rule.distinct_weight * distinct) * (length / (length + rule.match_weight))
+        part = total / (total + rule.distinct_weight * distinct * UNIT) * (length / (length + rule.match_weight))
         part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
         shares, listed = children.shares[num_contexts], 0
         for i in range(num):
             shares[i] = 0.0
         for way in range(WAYS):
             token, count = shared[entries, ENTRIES + 2 * way], shared[entries, ENTRIES + 2 * way + 1]
-            i = _find_child(children, num, token)
+            i = find_child(children, num, token)
             if count == 0 or (i == num and (part * count < negligible * total or num == MAX_CHILDREN)):
                 continue
             if i == num:
                 edge = find_edge(memory, ROOT, token)
-                _add_child(children, num, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
+                add_child(children, num, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
                 num += 1
             shares[i] = count
             listed += count
         if listed:
-            _share_out(children, num_contexts, num, row, listed, cell, part * listed / total)
+            share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / total)
             num_contexts += 1
         mass -= part
     return num, num_contexts
 
 
 @inlined
-def _row_at(noise: Noise, trust: Trust, slot: int, depth: int) -> Row:
+def _row_at(noise: Noise, cursor: Int32Array, slot: int, depth: int) -> Row:
     """The row of a slot's sample this many tokens after its next one."""
+    num_passed = int(cursor[NUM_PASSED] + depth)
     if slot < len(noise.is_known) and noise.is_known[slot]:
-        return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, trust[NOISE, POWER])
-    return Row(np.uint64(0), False, 0.0)
+        return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, num_passed)
+    return Row(np.uint64(0), False, num_passed)
 
 
 @inner
 def _grow(
     memory: Int32Array,
     cursor: Int32Array,
+    slot: int,
     rule: Rule,
+    shared: Table,
     trust: Trust,
     noise: Noise,
-    slot: int,
     min_score: float,
-    shared: Table,
-    token_ids: Int32Array,
-    parents: Int32Array,
-    scores: Float32Array,
+    nodes: Nodes,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
-    children = _make_children()
+    basis, (token_ids, parents, scores) = Basis(rule, shared, trust, noise), nodes
+    children = make_children()
     depths = np.empty(len(token_ids), np.int32)
     match = cursor[MATCH]
     state = locate(memory, cursor[STATE], match)
@@ -319,16 +311,17 @@ def _grow(
     frontier = [(-score, last, NONE, state, match)]  # Numba wants to know the type
     frontier.clear()
     for node in range(len(token_ids)):
-        row = _row_at(noise, trust, slot, depth)
+        row = _row_at(basis.noise, cursor, slot, depth)
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
-        num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, negligible, children)
-        if len(shared) > 0 and mass >= negligible:
+        num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, negligible, children)
+        if len(basis.shared) > 0 and mass >= negligible:
             num, num_contexts = _add_shared(
-                memory, shared, before_last, last, rule, trust, row, mass, negligible, children, num, num_contexts
+                memory, before_last, last, basis, row, mass, negligible, children, num, num_contexts
             )
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
             if child_score >= min_score:
+                _locate_child(memory, state, match, children, i)
                 heappush(
                     frontier, (-child_score, children.token_ids[i], node - 1, children.states[i], children.matches[i])
                 )
@@ -348,43 +341,28 @@ def _draft_rows(
     slots: Int64Array,
     rooms: Int64Array,
     rule: Rule,
+    shared: Table,
     trust: Trust,
     noise: Noise,
     min_score: float,
-    shared: Table,
     token_ids: Int32Array,
     parents: Int32Array,
     scores: Float32Array,
     sizes: Int64Array,
 ) -> None:
-    """Draft for the cursors of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`."""
+    """Draft for the cursors of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`.
+
+    A parallel loop can have no tuple of tuples from outside, such as `Basis`.
+    """
     for row in numba.prange(len(slots)):
         slot, begin, end = slots[row], rooms[row], rooms[row + 1]
         memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-        sizes[row] = _grow(
-            memory,
-            cursors.rows[slot],
-            rule,
-            trust,
-            noise,
-            slot,
-            min_score,
-            shared,
-            token_ids[begin:end],
-            parents[begin:end],
-            scores[begin:end],
-        )
+        nodes = token_ids[begin:end], parents[begin:end], scores[begin:end]
+        sizes[row] = _grow(memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, nodes)
 
 
 def draft_trees(
-    cursors: Cursors,
-    slots: Int64Array,
-    max_nodes: Int64Array,
-    rule: Rule,
-    min_score: float,
-    shared: Table = NO_TABLE,
-    trust: Trust = NO_TRUST,
-    noise: Noise = NO_NOISE,
+    cursors: Cursors, slots: Int64Array, max_nodes: Int64Array, basis: Basis, min_score: float
 ) -> DraftTrees:
     """Draft what follows the matches of some cursors.
 
@@ -392,11 +370,8 @@ def draft_trees(
         cursors: Of all slots.
         slots: [B].
         max_nodes: [B], the largest number of nodes of each tree.
-        rule: Such as `BLEND`.
+        basis: What scores come from.
         min_score: Smallest score of a node.
-        shared: See `shared_ngrams`; without rows where nothing is known.
-        trust: See `srtrl.drafters.trust`; for slots whose noise is known.
-        noise: Of all slots.
     """
     if not len(slots):
         return DraftTrees.empty(0)
@@ -404,22 +379,17 @@ def draft_trees(
     rooms = np.concatenate([[0], max_nodes.cumsum()])
     (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
-    _draft_rows(
-        cursors,
-        slots,
-        rooms,
-        rule,
-        trust,
-        noise,
-        max(min_score, SMALLEST_SCORE),
-        shared,
-        token_ids,
-        parents,
-        scores,
-        sizes,
-    )
+    min_score = max(min_score, SMALLEST_SCORE)
+    _draft_rows(cursors, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
     nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
+
+
+@inlined
+def _slope(trust: Trust, row: Row, children: Children, context: int, i: int) -> float:
+    """Derivative of the log of a child's share, before it is scaled, by the exponent of a context."""
+    gumbel, cell = -log_exponential(row, children.token_ids[i]), children.cells[context]
+    return gumbel + children.logprobs[i] if is_distribution(cell) and trust[cell, POWER] >= 1 else gumbel
 
 
 @inner
@@ -434,13 +404,14 @@ def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, 
         if decided > 0 and end > 1:
             total, mean, square = 0.0, 0.0, 0.0
             for i in range(end):
-                exponential = _log_exponential(row, children.token_ids[i])
+                slope = _slope(trust, row, children, context, i)
                 total += shares[i]
-                mean += shares[i] * exponential
-                square += shares[i] * exponential * exponential
+                mean += shares[i] * slope
+                square += shares[i] * slope * slope
             mean /= total
-            gradient = mean - _log_exponential(row, children.token_ids[child])
-            learn_noise(trust, decided * gradient, decided * (square / total - mean * mean))
+            gradient = _slope(trust, row, children, context, child) - mean
+            information = decided * (square / total - mean * mean)
+            learn_noise(trust, children.cells[context], decided * gradient, information)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -450,17 +421,14 @@ def learn_rows(
     teaches: npt.NDArray[np.bool_],
     token_ids: Int32Array,
     offsets: Int64Array,
-    rule: Rule,
-    trust: Trust,
-    noise: Noise,
-    shared: Table,
+    basis: Basis,
 ) -> None:
     """Learn trust from sampled tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
 
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    children = _make_children()
+    children, noise = make_children(), basis.noise
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
@@ -471,15 +439,16 @@ def learn_rows(
         state = locate(memory, cursor[STATE], match)
         before_last, last = cursor[BEFORE_LAST], cursor[LAST]
         for i in range(offsets[b], offsets[b + 1]):
-            row = _row_at(noise, trust, slot, i - offsets[b])
-            num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, LEARNED_MASS, children)
-            if len(shared) > 0:
+            row = _row_at(noise, cursor, slot, i - offsets[b])
+            num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, LEARNED_MASS, children)
+            if len(basis.shared) > 0:
                 num, num_contexts = _add_shared(
-                    memory, shared, before_last, last, rule, trust, row, mass, LEARNED_MASS, children, num, num_contexts
+                    memory, before_last, last, basis, row, mass, LEARNED_MASS, children, num, num_contexts
                 )
-            child = _find_child(children, num, token_ids[i])
-            _learn_token(trust, row, children, num_contexts, child)
+            child = find_child(children, num, token_ids[i])
+            _learn_token(basis.trust, row, children, num_contexts, child)
             if child == num:
                 break
+            _locate_child(memory, state, match, children, child)
             state, match = children.states[child], children.matches[child]
             before_last, last = last, token_ids[i]

@@ -3,8 +3,9 @@
 A context's *trust* is the chance that it decides the next token and its suffixes do not. It begins as a formula and
 becomes the share of the tokens that the context has decided among those that it could have. Which context has decided a
 token is not seen; each gets its share of the token's probability (the E step of expectation maximisation). Contexts are
-taken together by their number of occurrences and their length. The *noise* of a token counts with an exponent between 0
-(counts alone decide) and `MAX_POWER`, which moves up the gradient of the log-likelihood (Newton's step).
+taken together by their number of occurrences and their length; those that are all of the answer so far are apart. The
+*noise* of a token counts with an exponent between 0 (counts alone decide) and `MAX_POWER`, for each kind of context,
+which moves up the gradient of the log-likelihood (Newton's step).
 
 Drafts depend on what was learned here, tokens never do.
 """
@@ -21,36 +22,48 @@ from srtrl.model.kernels import inlined, inner
 Float64Array = npt.NDArray[np.float64]
 
 Trust = Float64Array
-"""[NUM_CELLS + 1, 2]: of each kind of context the tokens that it has decided and those that it could have; in the last
-row the exponent of the noise and the information (inverse variance) about it."""
+"""[NUM_CELLS, 4]: of each kind of context the tokens that it has decided and those that it could have, the exponent of
+the noise and the information (inverse variance) about it."""
 
-DECIDED, REACHED = 0, 1
-POWER, INFORMATION = 0, 1
-NOISE = -1
-"""The last row."""
-NUM_CELLS = 22
-"""4 of occurrences x 5 of lengths, then one each for `shared_ngrams` of length 1 and 2."""
+DECIDED, REACHED, POWER, INFORMATION = 0, 1, 2, 3
+DISTRIBUTION = 24
+"""The first cell of distributions."""
+NUM_CELLS = DISTRIBUTION + 8
+"""4 of occurrences x 6 of lengths, 6 of distributions, then one each for `shared_ngrams` of length 1 and 2."""
 FORMULA_WEIGHT = 8.0
 """The formula counts as this many tokens."""
 MAX_REACHED, MAX_INFORMATION = 2000.0, 400.0
 """With more, old tokens lose half of their weight: the policy moves."""
 MAX_POWER = 1.2
+MAX_SHARPNESS = 8.0
+"""Of a distribution: from 1 on it is the exponent of the probability, too, for the policy is that of the context."""
 FIRST_POWER, FIRST_INFORMATION = 0.6, 8.0
 
 
 def make_trust() -> Trust:
     """Nothing is learned yet."""
-    trust = np.zeros((NUM_CELLS + 1, 2))
-    trust[NOISE] = FIRST_POWER, FIRST_INFORMATION
+    trust = np.tile([0.0, 0.0, FIRST_POWER, FIRST_INFORMATION], (NUM_CELLS, 1))
+    trust[DISTRIBUTION:-2, POWER] = 1.0
     return trust
 
 
 @inlined
-def cell_of(occurrences: int, length: int) -> int:
-    """Row of a context in a trie: 1, 2, 4 or 8 and more occurrences; lengths of 1, 2, 4, 8 or 16 and more tokens."""
+def column_of(length: int, is_whole: bool) -> int:
+    """Lengths of 1, 2, 4, 8, 16 and more tokens, or whole."""
+    return 5 if is_whole else (length >= 2) + (length >= 4) + (length >= 8) + (length >= 16)
+
+
+@inlined
+def is_distribution(cell: int) -> bool:
+    """Whether a cell is one of distributions."""
+    return DISTRIBUTION <= cell < DISTRIBUTION + 6
+
+
+@inlined
+def cell_of(occurrences: int, length: int, is_whole: bool) -> int:
+    """Row of a context in a trie: 1, 2, 4 or 8 and more occurrences; see `column_of`."""
     row = (occurrences >= 2) + (occurrences >= 4) + (occurrences >= 8)
-    column = (length >= 2) + (length >= 4) + (length >= 8) + (length >= 16)
-    return int(5 * row + column)
+    return 6 * row + column_of(length, is_whole)
 
 
 @inlined
@@ -70,13 +83,13 @@ def learn_trust(trust: Trust, cell: int, reached: float, decided: float) -> None
 
 
 @inner
-def learn_noise(trust: Trust, gradient: float, information: float) -> None:
-    """Gradient of a token's log-likelihood by the exponent of the noise, and the information in it."""
-    trust[NOISE, INFORMATION] += information
-    power = trust[NOISE, POWER] + gradient / trust[NOISE, INFORMATION]
-    trust[NOISE, POWER] = min(max(power, 0.0), MAX_POWER)
-    if trust[NOISE, INFORMATION] > MAX_INFORMATION:
-        trust[NOISE, INFORMATION] /= 2
+def learn_noise(trust: Trust, cell: int, gradient: float, information: float) -> None:
+    """Gradient of a token's log-likelihood by the exponent of a context's noise, and the information in it."""
+    trust[cell, INFORMATION] += information
+    power = trust[cell, POWER] + gradient / trust[cell, INFORMATION]
+    trust[cell, POWER] = min(max(power, 0.0), MAX_SHARPNESS if is_distribution(cell) else MAX_POWER)
+    if trust[cell, INFORMATION] > MAX_INFORMATION:
+        trust[cell, INFORMATION] /= 2
 
 
 def save_trust(path: Path, trust: dict[str, Trust]) -> None:
@@ -92,6 +105,8 @@ def load_trust(path: Path) -> dict[str, Trust]:
         trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: damaged ({error})") from error
-    if any(rows.shape != (NUM_CELLS + 1, 2) or not (rows >= 0).all() for rows in trust.values()):
-        raise ValueError(f"{path}: damaged: expected {NUM_CELLS + 1} pairs of numbers for each purpose")
+    if any(rows.shape != (NUM_CELLS, 4) or not (rows >= 0).all() for rows in trust.values()):
+        raise ValueError(
+            f"{path}: damaged, or of an earlier version: expected {NUM_CELLS} rows of 4 numbers for each purpose"
+        )
     return trust

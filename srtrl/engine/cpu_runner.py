@@ -5,13 +5,15 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, num_ancestor_words, num_elements
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu, top_tokens_on_cpu
 from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
 from srtrl.model.transformer import Transformer
+from srtrl.types import TopTokens
 
 ROW_MULTIPLE = 8
 """At other row counts matrix products can give a row other bits (measured; see docs/LOG.md).
@@ -30,6 +32,8 @@ class CpuRunner(Runner):
         self.num_words = num_ancestor_words(options.max_draft_nodes)
         self._buffer: Int32Array = np.empty(0, np.int32)
         self._sampled: SampledRows | None = None
+        self._last: tuple[Tensor, SampledRows] | None = None
+        """Logits [L, V] of the last step, and what was sampled from them."""
 
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
@@ -56,20 +60,22 @@ class CpuRunner(Runner):
         hidden = self.model(rows.token_ids.long(), make_plan(self.cache, rows))  # [N, D]
         self.inputs, self.hidden = inputs, hidden
         num_sampled = inputs.shape.num_sampled
+        self._last = None  # its logits make room
         logits = self.model.logits(hidden[: self._padded(num_sampled)])[:num_sampled]  # [L, V]
         keys, positions = inputs.rng_keys.view(np.uint64), inputs.sample_positions.astype(np.int64)
         token_ids, logprobs = sample_rows_on_cpu(logits, inputs.temperatures, keys, positions)
         if filters is not None:
             filtered = np.flatnonzero((filters.top_k > 0) | (filters.top_p < 1))  # the others keep their bits
-            logits, temperatures = logits[torch.from_numpy(filtered)], torch.from_numpy(inputs.temperatures[filtered])
+            some, temperatures = logits[torch.from_numpy(filtered)], torch.from_numpy(inputs.temperatures[filtered])
             top_k, top_p = torch.from_numpy(filters.top_k[filtered]), torch.from_numpy(filters.top_p[filtered])
-            kept = filter_top_k_top_p(logits, temperatures, top_k, top_p)
+            kept = filter_top_k_top_p(some, temperatures, top_k, top_p)
             token_ids[filtered], _ = sample_rows_on_cpu(
                 kept, inputs.temperatures[filtered], keys[filtered], positions[filtered]
             )
             taken = torch.from_numpy(token_ids[filtered]).long()
-            logprobs[filtered] = row_logprobs_reference(logits, temperatures, taken).numpy()
+            logprobs[filtered] = row_logprobs_reference(some, temperatures, taken).numpy()
         self._sampled = SampledRows(token_ids=token_ids, logprobs=logprobs)
+        self._last = logits, self._sampled
 
     def wait(self, num_sampled: int) -> SampledRows:
         """See `Runner`."""
@@ -77,6 +83,14 @@ class CpuRunner(Runner):
         assert sampled is not None, "no step was launched"
         assert len(sampled.token_ids) == num_sampled
         return sampled
+
+    def top_tokens(self, rows: Int64Array, num: int) -> TopTokens:
+        """See `Runner`."""
+        assert self._last is not None, "no step was launched"
+        logits, sampled = self._last
+        arrays = self.inputs.temperatures, sampled.token_ids, sampled.logprobs
+        temperatures, token_ids, logprobs = (torch.from_numpy(array[rows]) for array in arrays)
+        return top_tokens_on_cpu(logits[torch.from_numpy(rows)], temperatures, token_ids, logprobs, num)
 
     @torch.inference_mode()
     def move_kv(self, moves: Int32Array) -> None:

@@ -261,7 +261,7 @@ class Engine:
         if trees.num_nodes:
             self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
         clock.lap("commit")
-        self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
+        self._observe(trees, verified)
         clock.lap("observe")
         self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
         num = step.num_primaries
@@ -409,6 +409,16 @@ class Engine:
             extensions=tuple(sample.extensions),
         )
         return Completion(request=sample.request, response=response)
+
+    def _observe(self, trees: DraftTrees, verified: Verified) -> None:
+        """Report the new tokens to the drafter, with what else the policy took to be likely where both can."""
+        tokens, num_top = (verified.slots, verified.token_ids, verified.offsets), self.drafter.num_top
+        is_drawn = self.drafter.knows_noise  # else recorded tokens replace the sampled ones
+        top = self.runner.top_tokens(verified.rows_of_tokens(trees), num_top) if num_top and is_drawn else None
+        if top is None:
+            self.drafter.observe(*tokens)
+        else:
+            self.drafter.observe_top(*tokens, top)
 
     def _record(
         self, step: ScheduledStep, trees: DraftTrees, drafted: bool, verified: Verified, clock: StageClock

@@ -20,6 +20,7 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
+from srtrl.types import TopTokens
 
 PAGE_SIZE = 16
 """Tokens of a page of the KV cache: with 8 the CPU's attention kernel takes 1.4 to 2 times as long."""
@@ -44,6 +45,8 @@ class EngineOptions:
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
+    num_top: int = 0
+    """Most likely tokens that the drafter wants of each sampled row; for runners that take them while they sample."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -101,6 +104,13 @@ class Runner(ABC):
     @abstractmethod
     def wait(self, num_sampled: int) -> SampledRows:
         """Wait for the launched step; returns the first `num_sampled` rows. Does not wait for 0 of them."""
+
+    def top_tokens(self, rows: Int64Array, num: int) -> TopTokens | None:
+        """The `num` most likely tokens in some sampled rows of the last step, as `wait` numbers them.
+
+        None: this runner does not offer them. Call it after `wait`.
+        """
+        return None
 
     @property
     def num_pages(self) -> int:

@@ -23,6 +23,7 @@ from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.kernels import inner
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2, hash_row, uniform_of
 from srtrl.model.vector_exp import exp_parts
+from srtrl.types import TopTokens
 
 Array = npt.NDArray[Any]
 
@@ -192,3 +193,15 @@ def _sample_rows(
 ) -> None:
     for n in numba.prange(len(logits)):
         token_ids[n], logprobs[n] = _sample_row(logits[n], temperatures[n], rng_keys[n], positions[n])
+
+
+def top_tokens_on_cpu(logits: Tensor, temperatures: Tensor, token_ids: Tensor, logprobs: Tensor, num: int) -> TopTokens:
+    """The `num` most likely tokens of each row of `logits` [N, V], or all of them.
+
+    The other arguments are those of `row_logprobs_reference` and what it returned: a sampled token's log-prob has the
+    denominator, so that nothing is summed again.
+    """
+    scaled = _tempered(logits, temperatures)
+    top = scaled.topk(min(num, logits.shape[1]))
+    differences = top.values - scaled.gather(1, token_ids.long()[:, None])
+    return TopTokens(token_ids=top.indices.int().numpy(), logprobs=(differences + logprobs[:, None]).numpy())

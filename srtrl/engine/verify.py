@@ -49,6 +49,13 @@ class Verified:
         num_new: Int64Array = self.offsets[1:] - self.offsets[:-1]
         return num_new
 
+    def rows_of_tokens(self, trees: DraftTrees) -> Int64Array:
+        """The row of the step that gave each new token; `trees` are those that were verified."""
+        parents = np.concatenate([[ROOT], self.nodes[:-1]])  # a sequence begins where another has ended: at its root
+        roots = trees.offsets[:-1] + np.arange(len(trees))
+        rows: Int64Array = np.repeat(roots, self.num_new) + 1 + parents
+        return rows
+
 
 def verify(
     batch: Batch, slots: Int64Array, trees: DraftTrees, sampled: SampledRows, stop_finder: StopFinder | None = None

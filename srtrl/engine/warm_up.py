@@ -44,6 +44,7 @@ def compile_kernels(
         rng_key=0,
         sampling=SamplingParams(max_new_tokens=NUM_TOKENS - 2),
     )
+    greedy = replace(first, rng_key=1, sampling=replace(first.sampling, temperature=0.0))  # its phrases are counted
     for _ in range(2):  # the second time with history
-        list(engine.generate([first, replace(first, rng_key=1)]))
+        list(engine.generate([first, greedy]))
         engine.end_step(has_new_weights=True)

@@ -1,0 +1,109 @@
+"""The tokens that may follow a node of a draft, and the shares that contexts give them."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.drafters.trust import POWER, Trust
+from srtrl.model.kernels import inlined
+from srtrl.model.noise import uniform_of
+
+Int32Array = npt.NDArray[np.int32]
+Float64Array = npt.NDArray[np.float64]
+
+MAX_CHILDREN = 64
+"""Children of a node that are considered."""
+NOT_YET = np.inf
+MAX_CONTEXTS = 7
+"""Contexts that give them: a distribution, those of a rule, and two of other prompts."""
+
+
+class Row(NamedTuple):
+    """What decides the next token after a node, beside its contexts."""
+
+    key: np.uint64
+    """Of its noise."""
+    is_known: bool
+    num_passed: int
+    """Tokens of the text before it, START included."""
+
+
+class Children(NamedTuple):
+    """The tokens that may follow a node, at most `MAX_CHILDREN`, and the contexts that say so."""
+
+    token_ids: Int32Array
+    counts: Int32Array
+    """Occurrences in the last context."""
+    states: Int32Array
+    """State and match of the context that ends with the token; the state is `NONE` where it was not looked for."""
+    matches: Int32Array
+    logprobs: Float64Array
+    """Of those of a distribution."""
+    noise: Float64Array
+    """See `log_exponential`; `NOT_YET` where no context has needed it."""
+    weights: Float64Array
+    """Probability: the sum of its shares."""
+    shares: Float64Array
+    """[MAX_CONTEXTS, MAX_CHILDREN], of each context; of children that it knows."""
+    cells: Int32Array
+    """By context, see `cell_of`."""
+    ends: Int32Array
+    """By context, number of children with the context's own."""
+
+
+@inlined
+def make_children() -> Children:
+    """No child yet."""
+    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
+    token_ids, counts, states, matches, cells, ends = numbers
+    return Children(token_ids, counts, states, matches, floats[0], floats[1], floats[2], floats[3:], cells, ends)
+
+
+@inlined
+def find_child(children: Children, num: int, token: int) -> int:
+    """Index of the child with a token among the first `num`, else `num`."""
+    i = 0
+    while i < num and children.token_ids[i] != token:
+        i += 1
+    return i
+
+
+@inlined
+def log_exponential(row: Row, token: int) -> float:
+    """Log of the exponential variable -log(u) of a token: its Gumbel noise with the opposite sign."""
+    return math.log(-math.log(uniform_of(row.key, token)))
+
+
+@inlined
+def add_child(children: Children, num: int, token: int, state: int, match: int) -> None:
+    """Write a child without weight."""
+    children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
+    children.states[num], children.matches[num], children.noise[num] = state, match, NOT_YET
+
+
+@inlined
+def share_out(
+    children: Children, context: int, num: int, row: Row, trust: Trust, listed: int, cell: int, mass: float
+) -> None:
+    """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
+    shares, total = children.shares[context], float(listed)
+    if row.is_known:
+        total = 0.0
+        for i in range(num):
+            if 0 < shares[i] < listed:  # of a single one the noise does not matter
+                if children.noise[i] == NOT_YET:
+                    children.noise[i] = log_exponential(row, children.token_ids[i])
+                shares[i] *= math.exp(-trust[cell, POWER] * children.noise[i])
+            total += shares[i]
+    scale_shares(children, context, num, cell, mass / total)
+
+
+@inlined
+def scale_shares(children: Children, context: int, num: int, cell: int, factor: float) -> None:
+    """Multiply the shares of a context, which are complete, and add them to the children's weights."""
+    for i in range(num):
+        children.shares[context, i] *= factor
+        children.weights[i] += children.shares[context, i]
+    children.cells[context], children.ends[context] = cell, num
