@@ -90,11 +90,11 @@ def make_hf_model(case: ModelCase, dtype: torch.dtype, seed: int = 0) -> nn.Modu
             mean = 1.0 if "norm" in name else 0.0
             parameter.copy_(torch.empty_like(parameter).normal_(mean, 0.25, generator=generator))
     if dtype == torch.float64:
-        _widen_norms(model)
+        widen_norms(model)
     return model.to(dtype)
 
 
-def _widen_norms(model: nn.Module) -> None:
+def widen_norms(model: nn.Module) -> None:
     """Let the norms of a float64 model compute in float64.
 
     `transformers` rounds to float32 inside each norm whatever the model's dtype, an error of 1e-7 that would hide all

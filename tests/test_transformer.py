@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from srtrl.model.attention import PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.transformer import RotaryTable, Transformer, inverse_frequencies, rms_norm, rotate, silu
+from srtrl.model.transformer import LLAMA, RotaryTable, Transformer, rms_norm, rotate, silu
 from srtrl.model.weights import init_model, named_tensors
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
@@ -78,10 +78,11 @@ def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
 
     hf_config = LlamaConfig(hidden_size=72, num_attention_heads=6, head_dim=12)
     positions = torch.arange(50) * 7
-    cosines, sines = RotaryTable(config_from_hf(hf_config.to_dict()).rope, 12).rows(positions, 344, dtype)
+    rope = config_from_hf(hf_config.to_dict()).layers[0].rope
+    cosines, sines = RotaryTable(rope, 12, LLAMA).rows(positions, 344, dtype)
     hf_cosines, hf_sines = LlamaRotaryEmbedding(hf_config)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
-    assert torch.equal(rotate(heads, cosines, sines), expected)
+    assert torch.equal(rotate(heads, cosines, sines, 12), expected)
 
 
 LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -98,10 +99,10 @@ LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
 )
 def test_rotary_table_equals_transformers_at_real_sizes(rope: dict[str, float | str]) -> None:
     hf_config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope)
-    config = config_from_hf(hf_config.to_dict())
+    rope_config = config_from_hf(hf_config.to_dict()).layers[0].rope
     rotary = LlamaRotaryEmbedding(hf_config)
-    assert torch.equal(inverse_frequencies(config.rope, 64), rotary.inv_freq)
-    table = RotaryTable(config.rope, 64)
+    assert rope_config.frequencies == tuple(rotary.inv_freq.tolist())
+    table = RotaryTable(rope_config, 64, LLAMA)
     for positions in (torch.arange(40), torch.arange(9000), torch.arange(300, 500)):  # grows once, then is reused
         cosines, sines = table.rows(positions, int(positions[-1]) + 1, torch.float32)
         hf_cosines, hf_sines = rotary(torch.zeros(()), positions[None])

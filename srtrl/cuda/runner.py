@@ -129,8 +129,8 @@ class CudaRunner(Runner):
         self._staging = PinnedCopy(num_elements(largest.fields()), device)
         self._results = PinnedCopy(2 * aligned(largest.step.num_sampled), device)
         self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
-        # A table of its own: the model's is made anew when the update needs a longer one.
-        self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
+        # Tables of its own: the model's are made anew when the update needs longer ones.
+        self._rotary = [table.build(self.planner.max_positions, self.model.dtype, device) for table in policy.rotary]
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
         self._sampling = SamplingScratch(LOGITS_AT_ONCE, config.vocab_size, device)
         self._attention = AttentionScratch(config.head_dim, device)
