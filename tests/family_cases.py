@@ -32,6 +32,17 @@ WINDOW = 40
 LAYERS_OF_WINDOWS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 GRANITE = {"attention_multiplier": 0.0155, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 4}
+GEMMA: dict[str, Any] = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "sliding_window": WINDOW,
+    "use_bidirectional_attention": False,
+}
 LONGROPE = {"type": "longrope", "long_factor": [4.0, 5.0, 6.0], "short_factor": [1.0, 1.5, 2.0]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -118,6 +129,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "partial_rotary_factor": 0.5,
         "rope_theta": 1e4,
+    },
+    "Gemma 3 270M": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "layer_types": LAYERS_OF_WINDOWS,
+        "_sliding_window_pattern": 4,
+        **GEMMA,
+    },
+    "Gemma 3 1B": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window_pattern": 2, **GEMMA},
+    "Gemma 3 4B": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": WINDOW,
+        },
+        "vision_config": {"model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 256,
     },
     "Seed-OSS": {
         "model_type": "seed_oss",

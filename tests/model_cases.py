@@ -102,10 +102,11 @@ def widen_norms(model: nn.Module) -> None:
     """
 
     def norm_in_float64(module: nn.Module, args: tuple[Tensor], _: Tensor) -> Tensor:
-        hidden, weight, eps = args[0], module.weight, module.variance_epsilon
+        is_gemma = type(module).__name__.startswith("Gemma")
+        hidden, weight, eps = args[0], module.weight, module.eps if is_gemma else module.variance_epsilon
         assert isinstance(weight, Tensor)
         assert isinstance(eps, float)
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * (weight + is_gemma)
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):

@@ -1,6 +1,7 @@
 """The transformer and the packed plan against `transformers` and against written-out references."""
 
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -11,14 +12,17 @@ from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, r
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from srtrl.model.attention import PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.transformer import LLAMA, RotaryTable, Transformer, rms_norm, rotate, silu
+from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
 from srtrl.model.weights import init_model, named_tensors
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
+WIDE = Style(wide_norms=True)
 
 
 class RowPlan:
@@ -75,6 +79,11 @@ def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
     with torch.no_grad():
         norm.weight.copy_(torch.randn(12, generator=generator))
         assert torch.equal(rms_norm(heads, norm.weight, 1e-5), norm(heads))
+
+    for make_norm, style in ((Olmo2RMSNorm, WIDE), (Gemma3RMSNorm, WIDE._replace(norm_offset=1.0))):
+        wide = make_norm(12, eps=1e-5).to(dtype)
+        wide.load_state_dict(norm.state_dict())
+        assert torch.equal(rms_norm(heads, norm.weight, 1e-5, style), wide(heads))
 
     hf_config = LlamaConfig(hidden_size=72, num_attention_heads=6, head_dim=12)
     positions = torch.arange(50) * 7
@@ -157,16 +166,20 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, threads: i
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_silu_of_a_row_does_not_depend_on_the_batch(dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activation_of_a_row_does_not_depend_on_the_batch(
+    activation: Literal["silu", "gelu_tanh"], dtype: torch.dtype, threads: int
+) -> None:
     for width in (5, 61, 1000, 40_001):
         num_rows = 1 + 70_000 // width
         gate_up = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype) * 10
         gate, _ = gate_up.chunk(2, dim=-1)
         with torch.no_grad():
-            values = silu(gate)
+            values = activate(gate, activation)
             for row in range(0, num_rows, 1 + num_rows // 100):
-                assert torch.equal(silu(gate[row : row + 1])[0], values[row])
-        torch.testing.assert_close(values, functional.silu(gate))
+                assert torch.equal(activate(gate[row : row + 1], activation)[0], values[row])
+        with torch.enable_grad():
+            torch.testing.assert_close(values, activate(gate, activation))
 
 
 @settings(deadline=None)  # the machine may be busy

@@ -27,7 +27,7 @@ REGISTERS = 65_536
 """Of a multiprocessor."""
 
 KERNELS = {
-    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_silu_rows"),
+    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_rows"),
     *("move_kv_paths", "rank_blocks", "finish_rows", "rank_listed"),
 }
 
@@ -49,7 +49,7 @@ The first has all kinds of steps, the others one with the highest blocks and wit
 
 FIRST, HOPPER = "qwen2.5-1.5b", 90
 
-OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_silu_rows")
+OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_rows")
 ONCE = ("embedding", "zeros", "move_kv_paths", "mm", "rank_blocks", "finish_rows")
 STEP = {"copy_": 2, "add_rms_norm_rows": 57, "linear": 112} | dict.fromkeys(OF_A_LAYER, 28) | dict.fromkeys(ONCE, 1)
 """What a step of 64 sequences without drafts launches for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""

@@ -24,7 +24,7 @@ from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import LLAMA, Layer, Style, Transformer
 
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
-_NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated_silu` takes
+_NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated` takes
 _PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
 
 
@@ -78,7 +78,7 @@ def fused_forward(
         if layer.attention_out_norm is not None:
             update = add_rms_norm(update, None, layer.attention_out_norm, eps, style)
         normed = add_rms_norm(hidden, update, layer.mlp_norm, eps, style)
-        update = layer.down_proj(gated_silu(layer.gate_up_proj(normed)))
+        update = layer.down_proj(gated(layer.gate_up_proj(normed), style))
         if layer.mlp_out_norm is not None:
             update = add_rms_norm(update, None, layer.mlp_out_norm, eps, style)
     add_rms_norm(hidden, update, model.final_norm, eps, style, out=out)
@@ -115,6 +115,7 @@ def add_rms_norm(
         HAS_UPDATE=update is not None,
         UPDATE_SCALE=style.residual_scale,
         WIDE=style.wide_norms,
+        OFFSET=style.norm_offset,
         num_warps=min(8, max(1, block // 512)),
         enable_fp_fusion=False,
     )
@@ -134,6 +135,7 @@ def add_rms_norm_rows(
     HAS_UPDATE: tl.constexpr,
     UPDATE_SCALE: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
     """One program per row."""
     dtype: tl.constexpr = hidden.dtype.element_ty
@@ -150,30 +152,38 @@ def add_rms_norm_rows(
     factor = tl.rsqrt(tl.sum(stream * stream, axis=0) / WIDTH + eps)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     scaled = stream * factor if WIDE else rounded(stream * factor, dtype)
-    tl.store(normed + start + columns, scaled * weights, mask=inside)
+    tl.store(normed + start + columns, scaled * (weights + OFFSET), mask=inside)
 
 
-def gated_silu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, [N, I], of the fused projection's rows `gate_up` [N, 2 I]."""
+def gated(gate_up: Tensor, style: Style = LLAMA) -> Tensor:
+    """`transformer.activate(gate) * up`, [N, I], of the fused projection's rows `gate_up` [N, 2 I]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(num_rows, width)
     block = min(_NUMBERS_AT_ONCE, triton.next_power_of_2(width))
-    gated_silu_rows[(num_rows, triton.cdiv(width, block))](
-        *(gate_up, out), WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False
+    gated_rows[(num_rows, triton.cdiv(width, block))](
+        *(gate_up, out),
+        WIDTH=width,
+        BLOCK=block,
+        IS_GELU=style.activation == "gelu_tanh",
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 
 
 @jit
-def gated_silu_rows(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """One program per row and block."""
+def gated_rows(
+    gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
+) -> None:
+    """One program per row and block. GELU by tanh is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), out.dtype.element_ty)
+    argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-argument)), out.dtype.element_ty)
     tl.store(out + row * WIDTH + columns, activated * up, mask=inside)
 
 
@@ -280,6 +290,7 @@ def rope_and_store(
         ROTARY=rotary_dim,
         INTERLEAVED=style.interleaved,
         WIDE=style.wide_norms,
+        OFFSET=style.norm_offset,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -307,6 +318,7 @@ def rope_and_store_heads(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
     """One program per row and group of heads, of queries, keys, values in this order."""
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -322,9 +334,9 @@ def rope_and_store_heads(
     x, partner = loaded.to(tl.float32), tl.load(source + partners, mask=inside, other=0.0).to(tl.float32)
     if QK_NORM:
         factor = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = normed_heads(x * factor, q_weight + lanes, k_weight + lanes, inside, is_query, dtype, WIDE)
+        x = normed_heads(x * factor, q_weight + lanes, k_weight + lanes, inside, is_query, dtype, WIDE, OFFSET)
         weights = q_weight + partners, k_weight + partners
-        partner = normed_heads(partner * factor, weights[0], weights[1], inside, is_query, dtype, WIDE)
+        partner = normed_heads(partner * factor, weights[0], weights[1], inside, is_query, dtype, WIDE, OFFSET)
     angles = rotary + tl.load(positions + row).to(tl.int64) * (2 * HEAD_DIM) + lanes
     cosine = tl.load(angles, mask=lanes < HEAD_DIM, other=0.0).to(tl.float32)
     sine = tl.load(angles + HEAD_DIM, mask=lanes < HEAD_DIM, other=0.0).to(tl.float32)  # negated in the first half
@@ -348,9 +360,10 @@ def normed_heads(
     is_query: tl.tensor,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> tl.tensor:
     """Heads that are `scaled` to length times their norm's weights: one vector for query heads, one for key heads."""
     of_queries = tl.load(q_weights, mask=inside & is_query, other=0.0)
     of_keys = tl.load(k_weights, mask=inside & ~is_query, other=0.0)
     scaled = scaled if WIDE else rounded(scaled, DTYPE)
-    return rounded(scaled * (of_queries + of_keys).to(tl.float32), DTYPE)
+    return rounded(scaled * ((of_queries + of_keys).to(tl.float32) + OFFSET), DTYPE)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+import torch
+
 from srtrl.model.transformer import LLAMA, LayerKind, ModelConfig, RopeConfig, Style, inverse_frequencies
 from srtrl.resolve import Caught
 
@@ -20,7 +22,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "compression_config": (None,),
 }
 """Fields, and the values of each that are supported."""
-_TEXT_MODELS = ("ministral3",)
+_TEXT_MODELS = ("gemma3_text", "ministral3")
 """Text models that are published as the `text_config` of a model that reads images, too."""
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
 """Of the whole model's config, which count for its text."""
@@ -36,7 +38,8 @@ _WITHOUT_EFFECT = {"architectures", "bos_token_id", "dtype", "eos_token_id", "pa
 _LENGTHS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 _GRANITE = {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
-_SCALES = {"rms_norm_eps", "rope_theta", "partial_rotary_factor"} | _LENGTHS | _YARN | _GRANITE
+_GEMMA = {"query_pre_attn_scalar", "rope_local_base_freq"}
+_SCALES = {"rms_norm_eps", "rope_theta", "partial_rotary_factor"} | _GEMMA | _LENGTHS | _YARN | _GRANITE
 """Numbers from 1e-12 to 1e12; the norms' epsilon to 1."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -68,6 +71,18 @@ def _granite_style(config: Any) -> Style:
 
 def _exaone_rotates(config: Any) -> list[bool]:
     return [config.sliding_window is None or layer_type == "sliding_attention" for layer_type in config.layer_types]
+
+
+def _gemma_style(config: Any) -> Style:
+    return Style(
+        norms="sandwich",
+        qk_norm="head",
+        wide_norms=True,
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        attention_scale=(config.head_dim / config.query_pre_attn_scalar) ** 0.5,
+        embedding_scale=torch.tensor(config.hidden_size**0.5).item(),  # a number of float32 there
+    )
 
 
 _WITHOUT_BIAS = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
@@ -107,6 +122,12 @@ _FAMILIES: dict[str, _Family] = {
         plain=_PLAIN | {"attention_dropout": (0, 0.1)},  # as published; a policy is trained as it is sampled, without
     ),
     "internlm3": _Family(),
+    "gemma3_text": _Family(
+        _gemma_style,
+        plain=dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,))
+        | {name: values for name, values in _PLAIN.items() if name != "hidden_act"}
+        | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)},
+    ),
 }
 """By `model_type`."""
 
@@ -218,7 +239,7 @@ def _longest(config: Any) -> int:
 def _check_numbers(given: Mapping[str, Any], source: str) -> None:
     """Raise a ValueError for the first number that is of another type or out of range; null is left to others."""
     for name, value in given.items():
-        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+        if name in ("rope_scaling", "rope_parameters", *_LAYER_TYPES) and isinstance(value, dict):
             _check_numbers(value, f"{source}: {name}")
         is_size = name in _SIZES
         low, high = (1, _SIZES[name]) if is_size else (1e-12, 1 if name == "rms_norm_eps" else 1e12)

@@ -9,6 +9,7 @@ Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pas
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan
 
-_ONE_THREAD_NUMEL = 32768  # torch's `at::internal::GRAIN_SIZE`: smaller elementwise operations stay on one thread
+_ONE_THREAD_NUMEL = {"silu": 32768, "gelu_tanh": 16384}
+"""Smaller operations stay on one thread: torch's `at::internal::GRAIN_SIZE`, and the same of its GELU."""
 
 
 class RopeConfig(NamedTuple):
@@ -45,6 +47,10 @@ class Style(NamedTuple):
     """RMS norms of queries and keys before the rotation: of each head, or of all heads together."""
     wide_norms: bool = False
     """The norms' weights multiply in float32, before the result is rounded."""
+    norm_offset: float = 0.0
+    """Added to the weights of wide norms: 1 where they are stored about 0."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the MLP's gate."""
     interleaved: bool = False
     """Rotated pairs are (2 i, 2 i + 1) instead of (i, i + half of the rotated width)."""
     attention_scale: float = 1.0
@@ -156,22 +162,23 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, style: Style = LLAMA) -
     if not style.wide_norms:
         return functional.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    return (functional.rms_norm(hidden.to(wide), hidden.shape[-1:], None, eps) * weight.to(wide)).to(hidden.dtype)
+    normed = functional.rms_norm(hidden.to(wide), hidden.shape[-1:], None, eps)
+    return (normed * (weight.to(wide) + style.norm_offset)).to(hidden.dtype)
 
 
-def silu(gate: Tensor) -> Tensor:
-    """`gate * sigmoid(gate)` of `gate` [T, I], with bits of a row that do not depend on the rows around it.
+def activate(gate: Tensor, activation: Literal["silu", "gelu_tanh"] = "silu") -> Tensor:
+    """SiLU, or GELU by tanh, of `gate` [T, I], with bits of a row that do not depend on the rows around it.
 
     On CPU torch computes the last few elements of each vector loop by another exponential than the rest. The loops go
     along the rows as long as rows are not adjacent in memory (here they are half of a wider matrix), but shares of
     several threads end anywhere in a row. So the decoder hands over pieces that torch leaves to one thread.
     """
-    if torch.is_grad_enabled() or gate.device.type != "cpu":
-        return functional.silu(gate)
-    if gate.numel() < _ONE_THREAD_NUMEL:
-        return functional.silu(gate)
-    num_rows = max(1, (_ONE_THREAD_NUMEL - 1) // gate.shape[-1])
-    return torch.cat([functional.silu(rows) for rows in torch.split(gate, num_rows)])
+    function = functional.silu if activation == "silu" else partial(functional.gelu, approximate="tanh")
+    numel = _ONE_THREAD_NUMEL[activation]
+    if torch.is_grad_enabled() or gate.device.type != "cpu" or gate.numel() < numel:
+        return function(gate)
+    num_rows = max(1, (numel - 1) // gate.shape[-1])
+    return torch.cat([function(rows) for rows in torch.split(gate, num_rows)])
 
 
 class Linear(nn.Linear):
@@ -224,7 +231,7 @@ class Layer(nn.Module):
         attended = self.o_proj(plan.attend(layer, q, k, v).flatten(1))
         hidden = hidden + self._update(attended, self.attention_out_norm)
         gate, up = self.gate_up_proj(self._normed(hidden, self.mlp_norm)).chunk(2, dim=-1)
-        return hidden + self._update(self.down_proj(silu(gate) * up), self.mlp_out_norm)
+        return hidden + self._update(self.down_proj(activate(gate, self.style.activation) * up), self.mlp_out_norm)
 
     def _normed(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
         return hidden if weight is None else rms_norm(hidden, weight, self.eps, self.style)

@@ -36,6 +36,10 @@ class Layout(NamedTuple):
 
 _POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _GLM_4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+_GEMMA_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 _FUSED_MLP = ("mlp.gate_up_proj",)
 _LAYOUTS = {
     "llama": Layout("LlamaForCausalLM"),
@@ -54,6 +58,7 @@ _LAYOUTS = {
     "phi3": Layout("Phi3ForCausalLM", qkv=("self_attn.qkv_proj",), gate_up=_FUSED_MLP),
     "glm": Layout("GlmForCausalLM", gate_up=_FUSED_MLP),
     "glm4": Layout("Glm4ForCausalLM", _GLM_4_NORMS, gate_up=_FUSED_MLP),
+    "gemma3_text": Layout("Gemma3ForCausalLM", _GEMMA_NORMS),
     "seed_oss": Layout("SeedOssForCausalLM"),
     "internlm3": Layout("InternLM3ForCausalLM"),
 }
@@ -92,7 +97,7 @@ def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm"):
-                parameter.fill_(1)
+                parameter.fill_(1 - config.style.norm_offset)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
