@@ -7,6 +7,7 @@ The samples are those of walkthrough.md: one prompt's of the first step of recip
 
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 
@@ -32,6 +33,17 @@ SAMPLES = (
     "9+6=15⏎15*8=1O0⏎160+2=172⏎A: 132∎",
 )
 """One character for each token but for `Answ` and `sw` (noise that the policy has learned); A: the token `Answer`."""
+
+DECODED = (
+    ("1",),
+    ("0", "-", "4", "=", "6", "⏎", "6", "+", "1", "1", "=", "1", "7", "⏎", "1"),
+    ("7", "-", "1", "2", "=", "5", "⏎", "Answer", ":", " ", "5", "∎"),
+)
+"""The tokens of each decode step of a sample of the quickstart: the first of the last step's group of its prompt.
+
+`srtrl trie runs/quickstart --prompt arithmetic-train-0-1239` prints it, decoded with drafts from the eight rollouts of
+the first epoch.
+"""
 
 
 class Svg:
@@ -170,6 +182,36 @@ def draft_of(prefix: str, others: Sequence[str], limit: int) -> list[tuple[str, 
     return []
 
 
+def two_ways() -> None:
+    """A sample without drafts, one token in each decode step, and with them."""
+    tokens = [token for step in DECODED for token in step]
+    svg = Svg("The same sample without and with drafts", 820, 262)
+    starts = [20 + 25.5 * number + 42 * ("Answer" in tokens[:number]) for number in range(len(tokens) + 1)]
+    text = "".join(tokens).replace("⏎", "\n").removesuffix("∎")
+    digest = f"same text, same sha256: {sha256(text.encode()).hexdigest()[:12]}"
+
+    def row(y: float, first: int, part: Sequence[str], fill: str) -> None:
+        for at, token in enumerate(part, first):
+            svg.box(starts[at], y, starts[at + 1] - starts[at], 28, shown(token), fill)
+
+    svg.text(20, 30, f"Without drafts: {len(tokens)} decode steps")
+    svg.text(800, 30, digest, anchor="end", fill=GREY)
+    row(56, 0, tokens, SHADE)
+    for at in range(len(tokens)):
+        svg.text((starts[at] + starts[at + 1]) / 2, 51, str(at + 1), anchor="middle", fill=GREY, size=10)
+    svg.text(20, 122, f"With drafts: {len(DECODED)} decode steps")
+    svg.text(800, 122, digest, anchor="end", fill=GREY)
+    first = 0
+    for number, part in enumerate(DECODED):
+        y, end = 138 + 36.0 * number, first + len(part)
+        row(y, first, part, GREEN)
+        is_last = end == len(tokens)
+        x = starts[first] - 8 if is_last else starts[end] + 8
+        svg.text(x, y + 19, f"step {number + 1}", anchor="end" if is_last else "start", fill=GREY)
+        first = end
+    svg.save("two_ways")
+
+
 def draft_tree() -> None:
     """The draft of sample 3 after its second line's `=`."""
     svg = Svg("A draft tree with its accepted path", 820, 310)
@@ -286,7 +328,7 @@ def decode_timeline() -> None:
 def main() -> None:
     """Write all drawings."""
     FOLDER.mkdir(exist_ok=True)
-    for draw in (training_step, packed_batch, draft_tree, decode_timeline):
+    for draw in (two_ways, training_step, packed_batch, draft_tree, decode_timeline):
         draw()
 
 

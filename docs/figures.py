@@ -16,10 +16,12 @@ sentences made of `WORDS`.
 """
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.features.head_drafter import HeadDrafter
 from srtrl.features.partial import PartialDraws
+from srtrl.features.run_ahead import RunAhead
 from srtrl.features.spec_rl import accept_prefixes
 from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES
@@ -78,6 +81,12 @@ def no_reward(sample: RewardInput) -> float:
     return 0.0
 
 
+async def slow_judge(sample: RewardInput) -> float:
+    """A reward that takes five seconds, elsewhere."""
+    await asyncio.sleep(5)
+    return float(len(sample.text) % 3)
+
+
 class LogNormal(Collector):
     """Ends each sample at a length that prompt and sample index decide."""
 
@@ -109,8 +118,9 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
     with torch.no_grad():
         policy.head_weight.mul_(HEAD)
     cost = StepCost(points=[(n, seconds_of(n)) for n in (1, 129, 256, 512, 1024, 2048, MAX_ROWS)])
-    options = EngineOptions(slots=256, run_ahead_max_slowdown=0.03 if runs_ahead else None)
-    engine = PricedEngine(policy, options, drafter=SrtDrafter() if drafts else None, cost=cost)
+    drafter = SrtDrafter() if drafts else None
+    background = partial(RunAhead, max_slowdown=0.03) if runs_ahead else None
+    engine = PricedEngine(policy, EngineOptions(slots=256), drafter=drafter, cost=cost, background=background)
     context = UpdateContext(recipe=make_recipe(Path("none"), Path("none"), train__micro_batch_tokens=8192), step=1)
     noise, new, totals = torch.Generator().manual_seed(0), count(), np.zeros(3)
     earlier: dict[SampleKey, Response] = {}
@@ -129,12 +139,12 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
         with Grader(Ungraded(), [RewardSection(name="figures:no_reward")], GradingSection(), 1) as grader:  # type: ignore[arg-type]
             collector = LogNormal(grader, Turns(TOKENIZER), sampling=SamplingParams(max_new_tokens=1), **shared)
             collector.num_known = num_known
-            run_ahead = collector.run_ahead(ahead) if runs_ahead else []
-            fixed = FixedDraws(draws, run_ahead=run_ahead)
+            engine.add_background(collector.requests(ahead))
+            fixed = FixedDraws(draws)
             if mode == "partial":
                 collector.prefixes = earlier
                 due = {draw for (draw, _), p in earlier.items() if p.policy_versions[0] <= step - 2}
-                fixed = PartialDraws(draws, num_complete=26, due=due, run_ahead=run_ahead)
+                fixed = PartialDraws(draws, num_complete=26, due=due)
             elif mode == "spec_rl" and earlier:
                 requests = collector.requests(draws)
                 offered = [earlier[r.draw_index % num_known, r.sample_index] for r in requests]

@@ -16,6 +16,8 @@ import torch
 
 from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, resolve_drafter
+from srtrl.engine.background import Background
+from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
@@ -31,6 +33,7 @@ from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
 from srtrl.features.partial import PartialSampler
+from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare
 from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
@@ -375,7 +378,6 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
-        run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
     runner, drafter = build_runner(model, options), build_drafter(recipe)
     cost = StepCost(runner.row_edges(MAX_ROWS))
@@ -391,6 +393,7 @@ def build_engine(
         runner=runner,
         cost=cost,
         compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
+        background=build_background(recipe, drafter),
     )
 
 
@@ -446,6 +449,16 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     drafter_class = resolve_drafter("rollout.drafter", recipe.rollout.drafter)
     given = dict(recipe.rollout.drafter_options)
     return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
+
+
+def build_background(
+    recipe: Recipe, drafter: DrafterBase
+) -> Callable[[Batch, StepCost, DrafterBase], Background] | None:
+    """What makes the engine's background: run-aheads, where they are allowed and the drafter drafts from them."""
+    slowdown = recipe.rollout.run_ahead_max_slowdown
+    if slowdown is None or recipe.rollout.draft_budget == 0 or not drafter.uses_texts:
+        return None
+    return partial(RunAhead, max_slowdown=slowdown)
 
 
 def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Turns:

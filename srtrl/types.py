@@ -127,9 +127,6 @@ class Request:
     sampling: SamplingParams
     purpose: Purpose = "generate"
     """The use of the sample; drafters keep the history of each purpose apart."""
-    is_run_ahead: bool = False
-    """Decoded in idle slots for the sake of later drafts: it ends when the others do, or after its first turn, and is
-    never a completion."""
     prefix: Response | None = None
     """The response begins with these tokens, at least one, which count as its own in `max_new_tokens` and in the
     completion. It ends in a turn, or where the next one begins. The noise goes by absolute position, so that the policy

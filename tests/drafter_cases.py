@@ -15,10 +15,8 @@ TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
 OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
 
 
-def request(
-    prompt: Sequence[int] = (1, 2), rng_key: int = 0, *, purpose: Purpose = "train", is_run_ahead: bool = False
-) -> Request:
-    return make_request(prompt=prompt, rng_key=rng_key, purpose=purpose, is_run_ahead=is_run_ahead, max_new_tokens=1000)
+def request(prompt: Sequence[int] = (1, 2), rng_key: int = 0, *, purpose: Purpose = "train") -> Request:
+    return make_request(prompt=prompt, rng_key=rng_key, purpose=purpose, max_new_tokens=1000)
 
 
 def completion(request: Request, tokens: Sequence[int]) -> Completion:
@@ -80,8 +78,7 @@ def random_draft(random: np.random.Generator, max_nodes: int, vocab_size: int = 
 
 def run(drafter: DrafterBase, request: Request, tokens: Sequence[int], *, slot: int = 0) -> int:
     """A whole sample, from start to finish; returns the number of accepted tokens."""
-    if not request.is_run_ahead:
-        drafter.expected_tokens(request)
+    drafter.expected_tokens(request)
     start(drafter, {slot: request})
     num_accepted = decode(drafter, slot, tokens)
     drafter.finish([slot], [completion(request, tokens)])

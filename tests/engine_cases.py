@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from page_cases import check_pages
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, TextsByKey
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.hf_config import config_from_hf
@@ -83,7 +83,6 @@ def make_request(
     *,
     rng_key: int = 0,
     purpose: Purpose = "train",
-    is_run_ahead: bool = False,
     **sampling: Any,
 ) -> Request:
     """A request; `sampling` are the fields of its `SamplingParams`."""
@@ -95,7 +94,6 @@ def make_request(
         rng_key=rng_key,
         sampling=SamplingParams(**sampling),
         purpose=purpose,
-        is_run_ahead=is_run_ahead,
     )
 
 
@@ -136,11 +134,12 @@ def decode(
     """
     completions: Completions = {}
     with engine.rollout("train"):
-        for request in (*requests, *run_ahead):
+        for request in requests:
             engine.add(request)
+        engine.add_background(run_ahead)
         while True:
             check_pages(engine.scheduler)
-            if not (before_step() and engine.has_run_aheads) and not engine.has_work:
+            if not (before_step() and engine.background.has_work) and not engine.has_work:
                 break
             for completion in engine.step():
                 key = completion.request.draw_index, completion.request.sample_index
@@ -188,17 +187,12 @@ class FakeDrafter(DrafterBase):
     that is not the first; 0 drafts nonsense; between, the truth for a while.
     """
 
-    def __init__(
-        self,
-        truth: Mapping[tuple[int, int], Completion] | None = None,
-        *,
-        accuracy: float = 1.0,
-        uses_run_aheads: bool = False,
-    ) -> None:
+    uses_texts = True
+
+    def __init__(self, truth: Mapping[tuple[int, int], Completion] | None = None, *, accuracy: float = 1.0) -> None:
         super().__init__()
         self.truth = truth
         self.accuracy = accuracy
-        self.uses_run_aheads = uses_run_aheads
         self.random = np.random.default_rng(0)
         self.live: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}
@@ -212,10 +206,7 @@ class FakeDrafter(DrafterBase):
         for slot, request in zip(slots.tolist(), requests, strict=True):
             assert slot not in self.live
             self.committed[slot] = []
-            if request.is_run_ahead:
-                self.said[request.rng_key] = self.committed[slot]
-            else:
-                assert all(one.rng_key != request.rng_key for one in self.live.values()), "its run-ahead has not ended"
+            assert all(one.rng_key != request.rng_key for one in self.live.values()), "its run-ahead has not ended"
             self.live[slot] = request
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
@@ -226,16 +217,16 @@ class FakeDrafter(DrafterBase):
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
             request, committed = self.live.pop(slot), self.committed.pop(slot)
-            if completion is None:
-                assert not request.is_run_ahead
-                continue
-            assert (completion.request, completion.response.token_ids.tolist()) == (request, committed)
-            if not request.is_run_ahead:
+            if completion is not None:
+                assert (completion.request, completion.response.token_ids.tolist()) == (request, committed)
                 self.ends.append(completion)
+
+    def learn_texts(self, texts: TextsByKey) -> None:
+        for by_rng_key in texts.values():
+            self.said |= {rng_key: text.tolist() for rng_key, text in by_rng_key.items()}
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         self.num_proposals += 1
-        assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
         return DraftTrees.of(self._tree(*pair) for pair in zip(slots.tolist(), max_nodes.tolist(), strict=True))
 
     def _tree(self, slot: int, max_nodes: int) -> DraftTree:

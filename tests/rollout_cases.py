@@ -11,6 +11,7 @@ from engine_cases import make_response
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.drafters.base import DrafterBase
+from srtrl.engine.background import Background
 from srtrl.rollout.collect import Collector
 from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
@@ -35,7 +36,8 @@ class FakeEngine:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.live: list[Request] = []
-        self.run_ahead: list[Request] = []
+        self.background = Background()
+        self.early: list[Request] = []
         self.added: list[Request] = []
         self.drafter = DrafterBase()
         self.num_free_slots = 0
@@ -45,13 +47,13 @@ class FakeEngine:
         return bool(self.live)
 
     def add(self, request: Request) -> None:
-        if request.is_run_ahead:
-            self.run_ahead.append(request)
-            return
         assert all(one.rng_key != request.rng_key for one in self.added)
         self.added.append(request)
         self.live.append(request)
-        self.run_ahead = [one for one in self.run_ahead if one.rng_key != request.rng_key]
+        self.early = [one for one in self.early if one.rng_key != request.rng_key]
+
+    def step_background(self) -> bool:
+        return False
 
     @contextmanager
     def rollout(self, purpose: Purpose) -> Iterator[None]:

@@ -2,14 +2,13 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import FakeEngine, FakeGrader, completion_of, make_collector, prompt_of
+from rollout_cases import FakeEngine, FakeGrader, make_collector, prompt_of
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
@@ -18,7 +17,7 @@ from srtrl.model.noise import make_rng_key
 from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.turns import response_text
-from srtrl.types import Prompt, Request, RolloutGroup
+from srtrl.types import Prompt, RolloutGroup
 from srtrl.warm_start.training import train_tokenizer
 
 DRAWS = [(2, prompt_of(1)), (0, prompt_of(3)), (1, prompt_of(1)), (7, prompt_of(0))]  # prompt 1 is drawn twice
@@ -32,12 +31,10 @@ COLLECTOR = make_collector(FakeGrader(sample_number, random.Random(0)))
 """For the requests that it makes."""
 
 
-def collect(
-    engine: FakeEngine, grader: FakeGrader | None = None, *, run_ahead: list[Request] | None = None, **options: Any
-) -> list[RolloutGroup]:
+def collect(engine: FakeEngine, grader: FakeGrader | None = None, **options: Any) -> list[RolloutGroup]:
     given = grader or FakeGrader(sample_number, random.Random(0), waits=True)
     collector = make_collector(given, **options)
-    return collect_rollouts(cast(Engine, engine), collector, FixedDraws(DRAWS, run_ahead=run_ahead or []))
+    return collect_rollouts(cast(Engine, engine), collector, FixedDraws(DRAWS))
 
 
 def test_order_is_data_order_whatever_finishes_first() -> None:
@@ -62,25 +59,12 @@ def test_order_is_data_order_whatever_finishes_first() -> None:
             assert samples == [(i, f"{group.draw_index}/{i}", float(i), 3) for i in range(2)]
 
 
-def test_every_sample_has_its_own_rng_key_and_run_aheads_have_those_of_later_samples_and_never_come_back() -> None:
+def test_every_sample_has_its_own_rng_key() -> None:
     engine = FakeEngine(0)
-    expected = collect(engine)
+    collect(engine)
     rng_keys = {(request.draw_index, request.sample_index): request.rng_key for request in engine.added}
     assert len(set(rng_keys.values())) == 8  # two draws of one prompt are two draws
     assert rng_keys[7, 1] == make_rng_key(11, "train", 7, 1)
-    ahead = COLLECTOR.run_ahead(DRAWS)
-    assert [(r.sample_index, r.draw_index) for r in ahead] == [(s, d) for s in range(2) for d in (0, 1, 2, 7)]
-    samples = sorted(engine.added, key=lambda one: (one.sample_index, one.draw_index))
-    assert ahead == [replace(request, is_run_ahead=True) for request in samples]
-
-    ahead = COLLECTOR.run_ahead([(8, prompt_of(5)), (9, prompt_of(1))])
-    engine = FakeEngine(2)
-    assert repr(collect(engine, run_ahead=ahead)) == repr(expected)
-    assert engine.run_ahead == ahead
-    with pytest.raises(AssertionError, match="never be learned from"):
-        COLLECTOR.receive(completion_of(ahead[0]))
-    with pytest.raises(AssertionError, match="among the run-aheads"):
-        collect(FakeEngine(2), run_ahead=[replace(request, is_run_ahead=False) for request in ahead])
 
 
 def test_response_text_is_cut_at_the_first_stop_string() -> None:
@@ -121,15 +105,14 @@ class Case:
         )
         self.undecided: set[int] = set()
         self.max_open = 0
-        self.seen_ahead: list[int] = []
+        self.coming: list[int] = []
 
-    def opened(self, draws: range) -> list[Request]:
-        """Called as draws are opened, like a run-ahead: what is open now?"""
+    def opened(self, draws: range) -> None:
+        """Called as draws are opened: what is open now?"""
         self.undecided |= set(draws)
         self.max_open = max(self.max_open, len(self.undecided))
-        coming = [(draws.stop, prompt_of(draws.stop))]
-        self.seen_ahead.append(draws.stop)
-        return COLLECTOR.run_ahead(coming)
+        self.coming.append(draws.stop)
+        self.engine.early += COLLECTOR.requests([(draws.stop, prompt_of(draws.stop))])
 
     def keeps(self, group: RolloutGroup) -> bool:
         self.undecided.remove(group.draw_index)
@@ -137,7 +120,7 @@ class Case:
 
     def run(self, timer: StageTimer | None = None) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         collector = make_collector(self.grader, timer=timer or StageTimer())
-        draws = DrawsUntilFull(prompt_of, first_draw=FIRST_DRAW, **self.limits, keeps=self.keeps, run_ahead=self.opened)
+        draws = DrawsUntilFull(prompt_of, first_draw=FIRST_DRAW, **self.limits, keeps=self.keeps, on_open=self.opened)
         groups = collect_rollouts(cast(Engine, self.engine), collector, draws)
         return groups, draws.kept_groups(groups)
 
@@ -171,8 +154,8 @@ def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> 
         assert sorted(request.draw_index for request in case.engine.added) == sorted(draws * NUM_SAMPLES)
         assert case.grader.batches == [NUM_SAMPLES] * len(draws)  # each group by itself
         assert case.undecided == set()
-        left = {request.draw_index for request in case.engine.run_ahead}
-        assert left == {draw for draw in case.seen_ahead if draw not in draws}  # opened draws end theirs
+        left = {request.draw_index for request in case.engine.early}
+        assert left == {draw for draw in case.coming if draw not in draws}  # opened draws end theirs
 
 
 def test_all_of_a_batch_are_open_at_once_and_waiting_for_graders_is_counted_apart() -> None:

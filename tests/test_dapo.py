@@ -1,6 +1,6 @@
 """A tiny DAPO run: its batches are full, no noise is learned from twice, and dropped groups feed the drafter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -57,29 +57,35 @@ def test_run_ahead_keys_are_those_of_samples_and_dropped_groups_feed_the_drafter
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[Request] = []
-    add = Engine.add
+    early: list[Request] = []
+    add, add_background = Engine.add, Engine.add_background
 
     def recording_add(engine: Engine, request: Request) -> None:
         requests.append(request)
         add(engine, request)
 
+    def recording_early(engine: Engine, added: Sequence[Request]) -> None:
+        early.extend(added)
+        add_background(engine, added)
+
     monkeypatch.setattr(Engine, "add", recording_add)
+    monkeypatch.setattr(Engine, "add_background", recording_early)
     changes = {"rollout__draft_budget": 8, "rollout__run_ahead_max_slowdown": 1e9, "rollout__slots": 40}
     folder = train(make_recipe(policy, tmp_path, **DAPO, **changes)).folder
-    assert_no_rng_key_is_learned_from_twice(requests)
+    assert_no_rng_key_is_learned_from_twice(requests, early)
     assert_dropped_groups_feed_the_drafter(folder)
-    ahead = {one.rng_key for one in requests if one.is_run_ahead}
-    met = ahead & {one.rng_key for one in requests if not one.is_run_ahead}
+    ahead = {one.rng_key for one in early}
+    met = ahead & {one.rng_key for one in requests}
     assert len(met) > len(ahead) / 2  # all but those of the last step's prompts ahead
 
 
-def assert_no_rng_key_is_learned_from_twice(requests: list[Request]) -> None:
+def assert_no_rng_key_is_learned_from_twice(requests: list[Request], early: list[Request]) -> None:
     """What a run-ahead decodes is a later sample on that sample's key, or never learned from."""
-    samples = [request for request in requests if request.purpose == "train" and not request.is_run_ahead]
+    samples = [request for request in requests if request.purpose == "train"]
     learned_from = {request.rng_key: (request.draw_index, request.sample_index) for request in samples}
     assert len(learned_from) == len(samples) == len(set(learned_from.values())) > 3 * NUM_PROMPTS * 4
     assert learned_from.keys().isdisjoint(one.rng_key for one in requests if one.purpose == "eval")
-    met = [request for request in requests if request.is_run_ahead and request.rng_key in learned_from]
+    met = [request for request in early if request.rng_key in learned_from]
     assert all(learned_from[one.rng_key] == (one.draw_index, one.sample_index) for one in met)
 
 

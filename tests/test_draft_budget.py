@@ -210,8 +210,8 @@ def test_steps_are_drafted_for_where_that_pays_and_a_change_is_noticed(gain: flo
 # DraftControl
 
 
-def control_of(cost: StepCost, fixed: int | None = None, max_slowdown: float | None = 0.03) -> DraftControl:
-    return DraftControl(cost, fixed=fixed, max_slowdown=max_slowdown)
+def control_of(cost: StepCost, fixed: int | None = None) -> DraftControl:
+    return DraftControl(cost, fixed=fixed)
 
 
 def fail(control: DraftControl, purpose: Purpose, num_known: int, num_sequences: int, num_steps: int) -> list[bool]:
@@ -262,22 +262,4 @@ def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost() -> 
         assert control.choose(trees, 12, 5).tolist() == trees.sizes.tolist()
     # Without sequences, or without a known cost, nothing is drafted for.
     assert control_of(probed(lambda rows: 1.0)).max_nodes(0, 8) == 0
-    unknown = control_of(StepCost(EDGES))
-    assert (unknown.max_nodes(4, 8), unknown.run_ahead_rows(4)) == (0, 0)
-
-
-def test_run_aheads_have_the_rows_that_are_nearly_free() -> None:
-    dear, level = ((1, 1.0), (1000, 1000.0)), ((1, 1.0), (10, 1.0), (100, 3.7))
-    cases: list[tuple[tuple[tuple[int, float], ...], float | None, int]] = [
-        (dear, 0.03, 0),  # a row as dear as a token
-        (((8, 1.0), (16, 2.0), (1000, 125.0)), 0.03, 4),  # a bucket's padding
-        (dear, 16.0, 64),
-        (level, 0.03, 7),
-        (level, 0.5, 22),
-        (dear, None, 0),
-    ]
-    for points, slowdown, rows in cases:
-        control = control_of(StepCost(points=points), max_slowdown=slowdown)
-        assert control.run_ahead_rows(4) == rows
-        assert control.run_ahead_rows(0) == 0, "no step yet"
-        assert control.run_ahead_rows(4, alone=True) == (0 if slowdown is None else MAX_ROWS)
+    assert control_of(StepCost(EDGES)).max_nodes(4, 8) == 0

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from bench_cases import recorded
 from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
+from engine_cases import make_response
 from hypothesis import given
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
 from srtrl.bench.recorded import feed_drafter
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTrees, check_trees
 from srtrl.drafters.history import Drafter as HistoryDrafter
 from srtrl.drafters.ngram import Drafter as NgramDrafter
@@ -42,7 +43,7 @@ Samples = st.lists(
     st.tuples(
         st.integers(0, 1),  # prompt
         st.integers(0, 3),  # rng_key
-        st.booleans(),  # a run-ahead?
+        st.booleans(),  # a text that is decoded early?
         st.booleans(),  # given up?
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=6),  # tokens of each step
     ),
@@ -57,7 +58,7 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
 ) -> None:
     drafter = DRAFTERS[name]()
     for samples in rounds:
-        requests = [request((prompt, 3), rng_key, is_run_ahead=ahead) for prompt, rng_key, ahead, *_ in samples]
+        requests = [request((prompt, 3), rng_key) for prompt, rng_key, *_ in samples]
         start(drafter, dict(enumerate(requests)))
         for step in range(7):
             live = [slot for slot, sample in enumerate(samples) if len(sample[4]) > step]
@@ -67,7 +68,11 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
             ends = [
                 completion(requests[slot], [token for tokens in samples[slot][4] for token in tokens]) for slot in done
             ]
-            drafter.finish(done, [None if samples[slot][3] else end for slot, end in zip(done, ends, strict=True)])
+            for slot, end in zip(done, ends, strict=True):
+                if samples[slot][2]:
+                    drafter.learn_texts({key_of(end.request): {end.request.rng_key: end.response.token_ids}})
+            given_up = [samples[slot][2] or samples[slot][3] for slot in done]
+            drafter.finish(done, [None if up else end for up, end in zip(given_up, ends, strict=True)])
         drafter.end_step()
     if isinstance(drafter, SrtDrafter):
         assert drafter.num_trie_bytes == 0
@@ -248,83 +253,49 @@ def test_a_trie_is_built_from_the_newest_texts(make: type[SrtDrafter]) -> None:
     assert run(drafter, request(rng_key=2), texts[-1][:60]) > 40, "the newest is still known"
 
 
-# --- Run-aheads -------------------------------------------------------------------------------------------------------
+# --- Texts that were decoded early ------------------------------------------------------------------------------------
 
 
-def with_run_ahead(text: list[int]) -> SrtDrafter:
+def with_early(text: list[int]) -> SrtDrafter:
     """A drafter after a step in which `text` was decoded early on RNG key 4."""
     drafter = SrtDrafter(SrtOptions(other_prompts=False))
     drafter.knows_noise = False
-    run(drafter, request(rng_key=4, is_run_ahead=True), text)
+    drafter.learn_texts({("train", (1, 2)): {4: np.array(text, np.int32)}})
+    assert [*drafter.new_texts()] == [("train", (1, 2))]
     drafter.end_step()
+    assert not drafter.new_texts()
     return drafter
 
 
-def test_a_sample_follows_the_run_ahead_on_its_key_up_to_the_first_difference() -> None:
-    drafter = with_run_ahead(TEXT)
-    start(drafter, {2: request(rng_key=4), 1: request(rng_key=5)})
-    chain, tree = propose(drafter, [2, 1], [6, 6])
-    assert chain.token_ids.tolist() == TEXT[:6]
-    assert chain.parents.tolist() == [-1, 0, 1, 2, 3, 4]
-    np.testing.assert_allclose(chain.scores, 0.9 ** np.arange(1, 7), rtol=1e-6)
-    assert chain_of(tree)[:4] == TEXT[:4], "another key has it in the trie, like any text"
-    observe(drafter, {2: TEXT[:6], 1: TEXT[:6]})
-    assert propose(drafter, [2])[0].scores[0] == np.float32(15 / 16), "six correct tokens after nine of ten"
-    observe(drafter, {2: [TEXT[6], 51, *TEXT[8:12]]})
-    assert chain_of(propose(drafter, [2])[0])[:4] == TEXT[12:16], "from the trie"
-    metrics = drafter.take_metrics()
-    found = [metrics[f"engine/run_ahead_{name}"] for name in ("confidence", "tokens_made", "tokens_used", "followed")]
-    assert found == [16 / 18, len(TEXT), 5 + 1, 1]
+def num_accepted(drafter: SrtDrafter, **changes: Any) -> int:
+    """Of a sample whose tokens are those of `TEXT`."""
+    return run(drafter, request(**{"rng_key": 4} | changes), TEXT)
 
 
-def test_a_chain_ends_with_its_text_and_where_it_is_not_worth_a_row() -> None:
-    drafter = with_run_ahead(TEXT[:5])
-    start(drafter, {0: request(rng_key=4)})
-    assert propose(drafter, [0], min_score=0.75)[0].token_ids.tolist() == TEXT[:2], "0.9 ** 3 is less"
-    assert propose(drafter, [0])[0].token_ids.tolist() == TEXT[:5]
-    observe(drafter, {0: TEXT[:5]})
-    assert propose(drafter, [0])[0].num_nodes == 0
-
-
-def followed(drafter: SrtDrafter, **changes: Any) -> float:
-    """How many run-aheads a new sample on RNG key 4 follows."""
-    drafter.take_metrics()
-    start(drafter, {0: request(rng_key=4, **changes)})
-    return drafter.take_metrics().get("engine/run_ahead_followed", 0)
-
-
-def test_run_aheads_serve_their_own_sample_in_the_next_step() -> None:
-    assert followed(with_run_ahead(TEXT)) == 1
-    assert followed(with_run_ahead(TEXT), prompt=(1, 3)) == 0
-    assert followed(with_run_ahead(TEXT), purpose="eval") == 0
-    old, used_up = with_run_ahead(TEXT), with_run_ahead(TEXT)
+def test_early_texts_serve_the_samples_of_their_prompt_in_the_next_step() -> None:
+    assert num_accepted(with_early(TEXT)) > 40
+    assert num_accepted(with_early(TEXT), rng_key=5) > 40, "they are in the trie, like any text"
+    assert num_accepted(with_early(TEXT), prompt=(1, 3)) < 10
+    assert num_accepted(with_early(TEXT), purpose="eval") < 10
+    old = with_early(TEXT)
     old.end_step()
-    run(used_up, request(rng_key=4), TEXT)
-    assert followed(old) == followed(used_up) == 0
-    # A sample that is given up leaves its run-ahead to its next start.
-    drafter = with_run_ahead(TEXT)
-    start(drafter, {0: request(rng_key=4)})
-    observe(drafter, {0: TEXT[:3]})
-    drafter.finish([0], [None])
-    start(drafter, {1: request(rng_key=4)})
-    observe(drafter, {1: TEXT[:3]})
-    assert chain_of(propose(drafter, [1])[0]) == TEXT[3:11]
+    assert num_accepted(old) < 10
 
 
-def test_the_chance_of_a_run_ahead_stays_below_one() -> None:
-    """500,000 correct tokens in a row: a chance of 1 would have no finite number of tokens down to a score."""
-    drafter = with_run_ahead([1, 2])
-    text = [1] * 10_000
-    ahead, sample = (request(rng_key=5, is_run_ahead=is_run_ahead) for is_run_ahead in (True, False))
-    for _ in range(50):
-        start(drafter, {0: ahead})
-        drafter.finish([0], [completion(ahead, text)])
-        start(drafter, {0: sample})
-        observe(drafter, {0: text})
-        drafter.finish([0], [completion(sample, text)])
-    start(drafter, {0: request(rng_key=4)})
-    assert propose(drafter, [0])[0].token_ids.tolist() == [1, 2]
-    assert 0.9999 < drafter.take_metrics()["engine/run_ahead_confidence"] < 1
+def test_a_sample_replaces_its_early_text_and_counts_what_it_repeats() -> None:
+    drafter = with_early(TEXT)
+    text = np.array([*TEXT[:20], *OTHER], np.int32)
+    drafter.learn_texts({("train", (1, 2)): {4: text[:3], 5: text}})
+    drafter.learn_texts({("train", (1, 2)): {4: text, 5: text[:3]}})  # the longer ones stay
+    prefix = make_response(TEXT[:5])
+    run(drafter, replace(request(rng_key=4), prefix=prefix), TEXT)
+    assert drafter.take_metrics()["engine/text_tokens_repeated"] == (len(TEXT) - 5) + (20 - 5)
+    run(drafter, request(rng_key=4), TEXT)
+    assert drafter.take_metrics()["engine/text_tokens_repeated"] == 0
+    run(drafter, request(rng_key=5), TEXT[:10])
+    assert drafter.take_metrics()["engine/text_tokens_repeated"] == 10
+    drafter.end_step()
+    assert drafter.take_metrics()["engine/text_tokens_repeated"] == 0
 
 
 # --- suffix -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from engine_cases import (
 from page_cases import check_pages
 
 from srtrl.engine.engine import Engine
+from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.logprobs import token_logprobs
@@ -171,17 +172,16 @@ def test_consumers_may_stop_early_add_late_and_not_generate_twice(policy: Transf
 
 
 def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer) -> None:
-    drafter = FakeDrafter(uses_run_aheads=True)
-    engine = Engine(policy, options(run_ahead_max_slowdown=0.01), drafter=drafter)
+    drafter = FakeDrafter()
+    engine = Engine(policy, options(), drafter=drafter, background=partial(RunAhead, max_slowdown=0.01))
     sample, *others = requests_for()
-    ahead = [replace(one, is_run_ahead=True) for one in others]
     had_work: list[bool] = []
 
     def before_step() -> bool:
         had_work.append(engine.has_work)
         return len(had_work) < 60
 
-    completions = decode(engine, [sample], run_ahead=ahead, before_step=before_step)
+    completions = decode(engine, [sample], run_ahead=others, before_step=before_step)
     assert list(completions) == [(0, 0)]
     num_alone = had_work.count(False)
     assert had_work == [True] * (len(had_work) - num_alone) + [False] * num_alone
@@ -192,19 +192,16 @@ def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer
     }
 
 
-def test_run_aheads_are_wanted_where_the_drafter_uses_them_and_they_are_allowed(policy: Transformer) -> None:
-    for budget, uses_run_aheads, slowdown, wanted in (
-        ("auto", True, 0.03, True),
-        ("auto", True, None, False),
-        ("auto", False, 0.03, False),
-        (0, True, 0.03, False),
-        (8, True, 0.03, True),
+def test_the_cost_is_measured_where_something_depends_on_it(policy: Transformer) -> None:
+    for budget, background, is_known in (
+        ("auto", None, True),
+        (0, None, False),
+        (8, None, False),
+        (8, partial(RunAhead, max_slowdown=0.03), True),
     ):
-        drafter = FakeDrafter(uses_run_aheads=uses_run_aheads)
-        engine = Engine(policy, options(slots=4, draft_budget=budget, run_ahead_max_slowdown=slowdown), drafter=drafter)
-        assert engine.wants_run_aheads == wanted
-        engine.warm_up()  # the cost is measured only where something depends on it
-        assert engine.control.cost.is_known == (budget == "auto" or wanted)
+        engine = Engine(policy, options(slots=4, draft_budget=budget), drafter=FakeDrafter(), background=background)
+        engine.warm_up()
+        assert engine.control.cost.is_known == is_known
 
 
 def test_metrics_count_what_was_done(policy: Transformer) -> None:

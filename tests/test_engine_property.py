@@ -1,6 +1,7 @@
 """All at once: slots, pages, chunks, budgets, drafts, run-aheads and arrivals change no completion."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
+from srtrl.features.run_ahead import RunAhead
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request
 
@@ -60,16 +62,16 @@ def test_completions_do_not_depend_on_how_they_are_decoded(cases: list[Case], da
         prefill_chunk_tokens=data.draw(st.integers(1, 40), "chunk"),
         draft_budget=data.draw(st.sampled_from(["auto", 0, 1, 16]), "budget"),
         max_draft_nodes=data.draw(st.sampled_from([1, 16, 40]), "nodes"),
-        run_ahead_max_slowdown=data.draw(st.sampled_from([None, 0.03, 1e9]), "slowdown"),
     )
     cost = StepCost(points=((8, 1.0), (64, data.draw(st.sampled_from([1.0, 1.5, 8.0]), "cost of 64 rows"))))
     drafter = FakeDrafter(truth, accuracy=data.draw(st.sampled_from([0.0, 0.6, 1.0]), "accuracy"))
-    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, cost=cost)
+    slowdown = data.draw(st.sampled_from([None, 0.03, 1e9]), "slowdown")
+    background = None if slowdown is None else partial(RunAhead, max_slowdown=slowdown)
+    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, cost=cost, background=background)
     requests = data.draw(st.permutations(varied_requests()), "order")
     num_first = data.draw(st.integers(0, len(requests)), "at once")
     # Of samples that come late, and of such as never come.
     ahead = data.draw(st.sets(st.sampled_from([*requests[num_first:], *varied_requests(5)]), max_size=6), "run-aheads")
-    run_ahead = [replace(one, is_run_ahead=True) for one in ahead]
     pauses = data.draw(st.integers(1, 6), "steps between arrivals")
     num_steps = 0
 
@@ -81,7 +83,7 @@ def test_completions_do_not_depend_on_how_they_are_decoded(cases: list[Case], da
 
     for _ in range(2):  # the second time with all that the first one left
         late = requests[num_first:]
-        found = decode(engine, requests[:num_first], run_ahead=run_ahead, before_step=before_step)
+        found = decode(engine, requests[:num_first], run_ahead=list(ahead), before_step=before_step)
         assert outputs(found) == outputs(truth)
         assert not drafter.live
         for rng_key, said in drafter.said.items():

@@ -12,6 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "srtrl"
+README = REPOSITORY / "README.md"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "transformers", "transformers.models.auto", "accelerate"),
@@ -63,6 +64,10 @@ NAMES_OF_FEATURES = (
     "spec_rl",
     "spec-rl",
     "off_policy",
+    "run_ahead",
+    "run-ahead",
+    "ahead of",
+    "runs ahead",
     "partial rollout",
     "features/",
     "srtrl.features",
@@ -163,12 +168,31 @@ def test_commands_import_what_they_need(arguments: str, finished: Callable[..., 
     assert imported <= IMPORTED_BY[arguments]
 
 
-def test_the_readme_lists_every_folder() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"\[`(\w+)/`\]\(srtrl/(\w+)\)", readme)
-    assert all(name == target for name, target in listed)
-    packages = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
-    assert {name for name, _ in listed} == packages
+def with_counts(readme: str) -> tuple[str, set[str]]:
+    """The README with the lines of Python of each row of its tree, in tens; and the folders that it lists."""
+    listed: set[str] = set()
+
+    def counted(row: re.Match[str]) -> str:
+        folders = re.findall(r"\[`(\w+)/`\]\(srtrl/(\w+)\)", row[1])
+        assert all(name == target for name, target in folders)
+        listed.update(name for name, _ in folders)
+        files = [file for name, _ in folders for file in (PACKAGE / name).rglob("*.py")]
+        num_lines = sum(file.read_text(encoding="utf-8").count("\n") for file in files or PACKAGE.glob("*.py"))
+        return f"| {row[1]} | {row[2]} | {round(num_lines, -1):,} |"
+
+    return re.sub(r"^\| ((?:\(root\)|\[`\w+/`\]).*?) \| (.*) \| [\d,]+ \|$", counted, readme, flags=re.M), listed
+
+
+def test_the_readme_lists_every_folder_and_its_lines() -> None:
+    """Off by more than a tenth: `python tests/test_imports.py` writes the lines."""
+    readme = README.read_text(encoding="utf-8")
+    written, listed = with_counts(readme)
+    assert listed == {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    counts = [
+        [int(count.replace(",", "")) for count in re.findall(r" \| ([\d,]+) \|$", text, re.M)]
+        for text in (readme, written)
+    ]
+    assert counts[0] == pytest.approx(counts[1], rel=0.1)
 
 
 def test_no_file_is_a_drawer_for_everything() -> None:
@@ -189,3 +213,7 @@ def test_files_and_functions_stay_readable() -> None:
         ]
         too_long += [f"{what}: {size} lines" for what, size, most in sizes if size > most]
     assert not too_long
+
+
+if __name__ == "__main__":
+    README.write_text(with_counts(README.read_text(encoding="utf-8"))[0], encoding="utf-8")

@@ -25,6 +25,7 @@ from tiny_run import make_recipe
 
 from srtrl import build
 from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.background import Background
 from srtrl.engine.engine import Engine
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.partial import PartialDraws, PartialSampler
@@ -54,7 +55,7 @@ def step_through(
 
     The last step is waited for, so that all that have begun are seen.
     """
-    sizes = {"max_sequence_tokens": 128, "run_ahead_max_slowdown": None, **sizes}
+    sizes = {"max_sequence_tokens": 128, **sizes}
     policy = tiny_policy(vocab_size=290, scale=scale)
     engine = Engine(policy, options(**sizes), drafter=SrtDrafter() if drafts else None)
     turns = EnvironmentTurns(section_of(Ledger, max_turns=4), TOKENIZER) if has_tools else Turns(TOKENIZER)
@@ -266,7 +267,7 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
             algorithm=algorithm,
             train__mini_batch_prompts=1,
         )
-        engine: Any = SimpleNamespace(wants_run_aheads=False, policy_version=step)
+        engine: Any = SimpleNamespace(background=Background(), policy_version=step)
         context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
         sampler = PartialSampler(context, task)

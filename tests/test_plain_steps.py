@@ -1,6 +1,7 @@
 """Decode steps without drafts are counted beside those with drafts: against rollouts that have none."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.plain_steps import PlainSteps
+from srtrl.features.run_ahead import RunAhead
 from srtrl.metrics import read_metrics
 from srtrl.model.transformer import Transformer
 
@@ -101,12 +103,11 @@ def test_a_training_run_counts_what_the_same_run_without_drafts_takes(policy: Pa
     assert steps[0][-1][STEPS] < steps[1][-1][STEPS]
 
 
-def test_run_aheads_are_a_price_and_steps_of_them_alone_count_in_both(model: Transformer) -> None:
+def test_run_aheads_are_a_price_and_steps_of_them_alone_do_not_count(model: Transformer) -> None:
     sample, *others = requests_for()
-    ahead = [replace(one, is_run_ahead=True) for one in others]
     cost = StepCost(points=((1, 1.0), (2048, 2048.0)))
-    drafter = FakeDrafter(uses_run_aheads=True)
-    engine = Engine(model, options(run_ahead_max_slowdown=10.0), drafter=drafter, cost=cost)
+    background = partial(RunAhead, max_slowdown=10.0)
+    engine = Engine(model, options(), drafter=FakeDrafter(), cost=cost, background=background)
     num_steps = 0
 
     def before_step() -> bool:
@@ -114,16 +115,20 @@ def test_run_aheads_are_a_price_and_steps_of_them_alone_count_in_both(model: Tra
         num_steps += 1
         return num_steps < 60
 
-    decode(engine, [sample], run_ahead=ahead, before_step=before_step)
+    decode(engine, [sample], run_ahead=others, before_step=before_step)
     metrics = engine.take_metrics()
-    assert metrics[WITHOUT] == metrics[STEPS] > metrics["engine/tokens"]
-    assert -metrics["engine/run_ahead_rows"] < metrics[SAVED] < 0
+    plain = Engine(model, options())
+    decode(plain, [sample])
+    assert metrics[WITHOUT] == metrics[STEPS] == plain.take_metrics()[STEPS] < num_steps - 1
+    assert -metrics["engine/background_rows"] < metrics[SAVED] < 0
 
 
 def test_with_fewer_slots_than_samples_the_next_sample_takes_the_slot_that_is_free_first() -> None:
     """Two slots; without drafts the stays of 6, 2, 3 and 1 tokens end at 6, 2, 5 and 6."""
 
     class One:
+        is_background = False
+
         def __init__(self, slot: int, rng_key: int) -> None:
             self.slot, self.request = slot, replace(requests_for(PROMPTS[:1])[0], rng_key=rng_key)
 

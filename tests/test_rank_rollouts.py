@@ -27,6 +27,7 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.engine.stats import EngineStats, add_stats
 from srtrl.environments.turns import EnvironmentTurns
+from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare, deal
 from srtrl.model.transformer import Transformer
 from srtrl.ranks import RankError
@@ -97,6 +98,9 @@ class Found:
     """Prompt -> what the drafter knows of it at the end, in no order."""
 
 
+RUN_AHEAD = partial(RunAhead, max_slowdown=0.1)
+
+
 class WatchedEngine(Engine):
     """Counts the samples that are decoded here, and calls `before_step`."""
 
@@ -104,7 +108,7 @@ class WatchedEngine(Engine):
     before_step: Callable[[], None]
 
     def add(self, request: Request) -> None:
-        self.num_decoded += not request.is_run_ahead
+        self.num_decoded += 1
         super().add(request)
 
     def step(self) -> list[Completion]:
@@ -129,8 +133,10 @@ def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **optio
 
 def rollouts(case: Case) -> Found:
     """Runs on each rank."""
-    limits = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
-    engine = WatchedEngine(policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter())
+    limits = {"max_sequence_tokens": 128, "slots": case.slots}
+    engine = WatchedEngine(
+        policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter(), background=RUN_AHEAD
+    )
     name = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
     grader = grader_of(name, case.grader)
     turns = EnvironmentTurns(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else Turns(TOKENIZER)
@@ -152,9 +158,8 @@ def rollouts(case: Case) -> Found:
                 groups = collect_rollouts(engine, collector, until_full)
                 kept = until_full.kept_groups(groups)
             else:
-                ahead = collector.run_ahead(draws[case.num_draws :]) if case.steps_ahead else []
-                fixed = FixedDraws(draws[: case.num_draws], run_ahead=ahead)
-                kept = groups = collect_rollouts(engine, collector, fixed)
+                engine.add_background(collector.requests(draws[case.num_draws :]) if case.steps_ahead else [])
+                kept = groups = collect_rollouts(engine, collector, FixedDraws(draws[: case.num_draws]))
             found.groups.append(contents(groups))
             found.kept.append([group.draw_index for group in kept])
             assert engine.pool.num_used == 0
@@ -214,7 +219,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     assert not [name for row in truth.metrics for name in row if "rank" in name]
     if case.steps_ahead:  # who is idle takes what waits for a slow rank, and then runs ahead
         assert found[0].metrics[0]["engine/rank_claims"] == case.num_draws * case.num_samples / 2 - case.slots
-        assert found[0].metrics[0]["engine/run_ahead_tokens_made"] >= case.steps_ahead
+        assert found[0].metrics[0]["engine/background_tokens"] >= case.steps_ahead
 
 
 def follow() -> dict[str, float]:
@@ -227,13 +232,16 @@ def follow() -> dict[str, float]:
         while ranks.add("steps ahead", int(ranks.index() > 0)) < 2 and ranks.is_main():
             time.sleep(0.001)
 
-    engine = WatchedEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
+    engine = WatchedEngine(
+        policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter(), background=RUN_AHEAD
+    )
     engine.before_step = take_part
     grader = grader_of(f"{__name__}:half_tokens")
     for draw in range(2):
         collector = collector_of(grader, Turns(TOKENIZER), num_samples=1)
-        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index() > 0 else []  # not on rank 0
-        collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])], run_ahead=ahead))
+        if draw == 0 and ranks.index() > 0:  # not on rank 0
+            engine.add_background(collector.requests([(1, PROMPTS[0])]))
+        collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])]))
         metrics = collector.engine_metrics(engine)
         engine.end_step(has_new_weights=True)
     return metrics
@@ -242,8 +250,7 @@ def follow() -> dict[str, float]:
 def test_a_sample_follows_the_run_ahead_of_another_rank() -> None:
     metrics, other = run_ranks(2, follow)
     assert other == metrics
-    assert metrics["engine/run_ahead_followed"] == 1
-    assert metrics["engine/run_ahead_tokens_used"] > 0
+    assert metrics["engine/text_tokens_repeated"] > 0
 
 
 def fail(case: Case) -> str:

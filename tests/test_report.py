@@ -78,7 +78,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
 
 def engine_metrics() -> dict[str, float]:
     depths = {f"engine/acceptance_depth_{depth}": 0.4 + 0.05 * depth for depth in range(1, 9)}
-    run_ahead = {"engine/run_ahead_tokens_made": 40, "engine/run_ahead_tokens_used": 0}
+    run_ahead = {"engine/background_tokens": 40, "engine/text_tokens_repeated": 0}
     return depths | run_ahead | {"engine/verified_per_decode_step": 4}
 
 
@@ -117,14 +117,14 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     points = json.loads(html.unescape(re.findall(r'data-lines="([^"]+)"', page)[0]))
     assert points["format"] == [[step, 0.9] for step in range(1, 31)], "to look at under the pointer"
     assert "100" not in texts_of(charts["Time by stage"]), "compilation would dwarf the other seconds"
-    figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 and 2.50", "reward_format 1")
+    figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 tokens each", "reward_format 1")
     for figure in (*figures, "time of all stages"):
         assert figure in page
     # With the compilation of the first step and an evaluation before it and in every tenth step.
     duration = "2 min 50 s"
     assert f"<p>Time of all stages: {duration}</p>" in page, "without machines, which an older run has not noted"
-    assert re.findall(r"<b>([^<]+)</b> <small>", page) == ["1.5x fewer steps, 3.0 s saved", "31.0% → 71.0%", duration]
-    assert "decode steps: 900 instead of 1,350 without drafts" in page
+    assert re.findall(r"<b>([^<]+)</b> <small>", page) == ["1.5x fewer steps", "31.0% → 71.0%", duration]
+    assert "decode steps: 900 instead of 1,350 without drafts, 3.0 s saved" in page
     assert "<p>Time by stage, 170.0 s</p>" in page
     assert re.search(r'width: 58.82%" title="compile 100.0 s"', page)
     steps = [1, 7, 13, 18, 24, 30]
@@ -140,7 +140,7 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     cells = re.findall(r'<div class="cells( plain)?">(.*)</div>', page)
     counts = [row.count("<i ") for _, row in cells]
     assert (counts[0], sum(counts[1:]), len(cells) - 1) == (int(drafted[1]), int(drafted[1]), int(drafted[2]))
-    assert "<h2>The same prompt at step 1, 16, 30</h2>" in page
+    assert "<h2>The same prompt at steps 1, 16, 30</h2>" in page
     network = r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]"""
     assert not re.findall(network, page), "needs no network"
     assert page.count("<script>") == 2, "what a task or the policy wrote is escaped"
@@ -168,7 +168,7 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
     page = write_report(run).read_text(encoding="utf-8")
     charts = charts_of(page)
     assert set(charts) == {*names[1:]}
-    assert "run ahead tokens used" not in texts_of(charts["Run-ahead"])  # zero throughout
+    assert "text tokens repeated" not in texts_of(charts["Run-ahead"])  # zero throughout
     machines = f" on {machine}; then NVIDIA &lt;H100&gt;, 2027-01-01</p>"
     for text in ("This run has done 3 of 50 steps", "whose reward is 0: 1 timeout.", machines):
         assert text in page

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_cases import check_pages
 
+from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk
 from srtrl.engine.scheduler import Scheduler
+from srtrl.features.run_ahead import RunAhead
 from srtrl.types import Request
 
 
@@ -25,26 +28,30 @@ def request(
     max_new_tokens: int,
     *,
     rng_key: int | None = None,
-    is_run_ahead: bool = False,
     has_turns: bool = False,
 ) -> Request:
-    """A sample of a prompt of its draw's own, which ends at its length limit; run-aheads have keys of their own."""
-    own_key = 10**6 * is_run_ahead + 1000 * draw + sample
+    """A sample of a prompt of its draw's own, which ends at its length limit."""
+    own_key = 1000 * draw + sample
     found = make_request(
         draw,
         sample,
         range(100 * draw, 100 * draw + prompt_length),
         rng_key=own_key if rng_key is None else rng_key,
-        is_run_ahead=is_run_ahead,
         max_new_tokens=max_new_tokens,
     )
     return replace(found, has_turns=has_turns)
 
 
+def run_ahead(draw: int, sample: int, prompt_length: int, max_new_tokens: int, rng_key: int | None = None) -> Request:
+    """A request for a run-ahead; without the RNG key of a primary it has one of its own."""
+    own_key = 10**6 + 1000 * draw + sample
+    return request(draw, sample, prompt_length, max_new_tokens, rng_key=own_key if rng_key is None else rng_key)
+
+
 def name_of(sample: Sample | Request) -> str:
     """Its draw and sample, and "'" for a run-ahead."""
-    asked = sample if isinstance(sample, Request) else sample.request
-    return f"{asked.draw_index}.{asked.sample_index}" + "'" * asked.is_run_ahead
+    asked, is_background = (sample, False) if isinstance(sample, Request) else (sample.request, sample.is_background)
+    return f"{asked.draw_index}.{asked.sample_index}" + "'" * is_background
 
 
 def make(
@@ -52,8 +59,14 @@ def make(
 ) -> tuple[Scheduler, "FakeRunner"]:
     """A scheduler for sequences of up to 120 tokens, and the runner of its steps; `nodes`: draft nodes of a sample."""
     batch = Batch(num_slots, 120, PagePool(num_pages, page_size), nodes)
-    scheduler = Scheduler(batch, prefill_chunk_tokens=chunk, max_draft_nodes=nodes)
+    background = RunAhead(batch, StepCost(), NoDrafter(), max_slowdown=0.03)
+    scheduler = Scheduler(batch, prefill_chunk_tokens=chunk, max_draft_nodes=nodes, background=background)
     return scheduler, FakeRunner(scheduler)
+
+
+def run_aheads_of(scheduler: Scheduler) -> RunAhead:
+    assert isinstance(scheduler.background, RunAhead)
+    return scheduler.background
 
 
 class FakeRunner:
@@ -92,14 +105,14 @@ class FakeRunner:
         for sample in step.started:
             assert sample.slot not in self.live, "a slot is started twice"
             self.live[sample.slot] = name_of(sample)
-        running = [*scheduler.running, *scheduler.run_aheads.running]
+        running = [*scheduler.running, *run_aheads_of(scheduler).running]
         assert self.live == {sample.slot: name_of(sample) for sample in running}
         assert sum(len(chunk.token_ids) for chunk in step.chunks) <= scheduler.prefill_chunk_tokens
         slots = [self.slot_of(chunk) for chunk in step.chunks]
         assert len(set(slots)) == len(slots)
-        assert batch.is_run_ahead[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
+        assert batch.is_background[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
         of_run_aheads = [
-            len(chunk.token_ids) for slot, chunk in zip(slots, step.chunks, strict=True) if batch.is_run_ahead[slot]
+            len(chunk.token_ids) for slot, chunk in zip(slots, step.chunks, strict=True) if batch.is_background[slot]
         ]
         assert len(step.slots) - step.num_primaries + sum(of_run_aheads) <= max_run_ahead
         return step
@@ -196,7 +209,7 @@ class Run:
     def __init__(self, arriving: Arrivals, run_aheads: list[Request], options: dict[str, int]) -> None:
         self.scheduler, self.runner = make(**options)
         for asked in run_aheads:
-            self.scheduler.add(asked)
+            self.scheduler.background.add([asked])
         self.arriving = arriving
         self.arrived: set[int] = set()
         """RNG keys of primaries: their run-aheads have ended, running or waiting."""
@@ -212,17 +225,17 @@ class Run:
                 check_pages(scheduler)
         self.num_steps += 1
         self.runner.answer()
-        assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running)
+        assert self.arrived.isdisjoint(one.request.rng_key for one in run_aheads_of(scheduler).running)
         waits = scheduler.num_waiting > 0
         # The runner hears of those that were ended by their samples with the next step's, as a drafter does.
         step = self.runner.schedule(max_run_ahead)
-        assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running), "from the line"
-        assert not (waits and scheduler.num_waiting and any(one.request.is_run_ahead for one in step.started))
+        assert self.arrived.isdisjoint(one.request.rng_key for one in run_aheads_of(scheduler).running), "from the line"
+        assert not (waits and scheduler.num_waiting and any(one.is_background for one in step.started))
         slots = [(chunk, self.runner.slot_of(chunk)) for chunk in step.chunks]
         chunks = [
             (self.runner.live[slot], chunk.start, chunk.token_ids.tolist())
             for chunk, slot in slots
-            if not scheduler.batch.is_run_ahead[slot]
+            if not scheduler.batch.is_background[slot]
         ]
         results = self.runner.run(step)
         assert all(room == 0 for name, (room, _, _) in results.items() if "'" in name)
@@ -271,7 +284,7 @@ def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject)
         key = data.draw(st.sampled_from([None, *keys]), "rng_key")
         keys = [one for one in keys if one != key]  # one run-ahead of a sample
         length = shapes[draw][0] if draw < len(shapes) else prompt
-        run_aheads.append(request(draw, number, length, new, rng_key=key, is_run_ahead=True))
+        run_aheads.append(run_ahead(draw, number, length, new, rng_key=key))
     largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
     options = {
         "num_pages": largest + data.draw(st.integers(0, 30), "spare pages"),
@@ -290,7 +303,7 @@ def test_what_the_property_test_once_found() -> None:
     shapes = [(0, 3, 1), (0, 1, 1), (0, 4, 11), (1, 4, 11), (2, 4, 11), (3, 4, 11), (0, 1, 8), (0, 1, 1)]
     draws = [0, 1, 2, 2, 2, 2, 3, 4]
     arriving = [(0 if draw else 5, request(draw, *shape)) for draw, shape in zip(draws, shapes, strict=True)]
-    run_aheads = [request(0, 0, 3, 1, is_run_ahead=True)]
+    run_aheads = [run_ahead(0, 0, 3, 1)]
     options = {"num_pages": 24, "page_size": 2, "num_slots": 6, "chunk": 2, "nodes": 5}
     compare_with_alone(arriving, run_aheads, options, lambda: 0)
     # Samples that paused in one step were evicted by their slots.
@@ -305,14 +318,14 @@ def test_what_the_property_test_once_found() -> None:
         for step, group in groups.items()
         for name in group
     ]
-    run_aheads = [request(0, number, 1, 1, is_run_ahead=True) for number in range(2)]
+    run_aheads = [run_ahead(0, number, 1, 1) for number in range(2)]
     options = {"num_pages": 12, "page_size": 4, "num_slots": 6, "chunk": 4, "nodes": 4}
     limits = chain([0, 1], repeat(0))
     compare_with_alone(arriving, run_aheads, options, lambda: next(limits))
 
 
-Asked = list[tuple[int, Request, float | None]]
-"""The step of arrival, the request, and its expected tokens."""
+Asked = list[tuple[int | None, Request, float | None]]
+"""The step of arrival, the request, and its expected tokens; without a step it is a run-ahead."""
 LENGTHS = (10.0, None, 30.0, 15.0, None, 21.0)
 # 9 positions before the root: two full pages and one more.
 SIBLINGS: Asked = [(0, request(0, sample, 10, 3), None) for sample in range(4)]
@@ -324,7 +337,7 @@ ROWS = (
 
 
 def ahead(prompt: int, new: int, *draws: int) -> Asked:
-    return [(0, request(draw, 0, prompt, new, is_run_ahead=True), None) for draw in draws]
+    return [(None, run_ahead(draw, 0, prompt, new), None) for draw in draws]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +382,9 @@ def test_what_is_scheduled(
 ) -> None:
     """`kinds` are shown: `+` started, `-` dropped or preempted, `[` chunks, `>` decoding samples; then used pages."""
     scheduler, runner = make(**options)
+    for arrival, one, _ in asked:
+        if arrival is None:
+            scheduler.background.add([one])
     steps = []
     for number, limit in enumerate(limits):
         for arrival, one, expected_tokens in asked:

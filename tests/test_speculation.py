@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
+from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
 from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
@@ -84,25 +86,21 @@ def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("dtype", "is_drawn"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
 )
-def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: bool) -> None:
+def test_run_ahead_changes_no_bit_and_is_repeated(dtype: torch.dtype, is_drawn: bool) -> None:
     """Step 1 runs ahead of step 2, or of draws that never come; a sample repeats its run-ahead word for word."""
     policy = tiny_policy(dtype)
     first, second = (requests_for(PROMPTS[:4], max_new_tokens=18, seed=seed) for seed in (0, 5))
-    ahead = [replace(request, is_run_ahead=True) for request in second]
-    if not is_drawn:
-        ahead = [replace(request, rng_key=request.rng_key ^ 1) for request in ahead]
+    ahead = second if is_drawn else [replace(request, rng_key=request.rng_key ^ 1) for request in second]
     expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
-    unlimited = options(slots=20, num_pages=40, run_ahead_max_slowdown=float("inf"))
-    engine = Engine(policy, unlimited, drafter=make_drafter("srt", {}))
+    unlimited = partial(RunAhead, max_slowdown=float("inf"))
+    engine = Engine(policy, options(slots=20, num_pages=40), drafter=make_drafter("srt", {}), background=unlimited)
     assert outputs(decode(engine, first, run_ahead=ahead)) == expected[0]
-    assert engine.take_metrics()["engine/run_ahead_tokens_made"] > 0
+    assert engine.take_metrics()["engine/background_tokens"] > 0
     engine.end_step(has_new_weights=True)
     assert outputs(decode(engine, second)) == expected[1]
     metrics = engine.take_metrics()
     if is_drawn:  # the policy is the same, and so is every token of what was decoded ahead
-        assert metrics["engine/run_ahead_followed"] > 0
-        assert metrics["engine/run_ahead_tokens_used"] > 0
-        assert metrics["engine/run_ahead_confidence"] > 0.9
+        assert metrics["engine/text_tokens_repeated"] > 0
 
 
 @pytest.mark.parametrize("draft_budget", ["auto", 2])

@@ -4,7 +4,6 @@ That a run learns the same with and without drafts and run-aheads is in `test_pr
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 from tiny_run import assert_same_run, make_recipe, train
 
+from srtrl.engine.engine import Engine
+from srtrl.features.run_ahead import RunAhead
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.run.folder import check_run_folder
@@ -38,7 +39,7 @@ def test_without_run_aheads_only_samples_are_decoded(
     folder = train(make_recipe(policy, tmp_path, **WITHOUT_RUN_AHEAD[name])).folder
     assert_same_run(folder, finished())
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    assert {row["engine/run_ahead_rows"] for row in rows} == {0}
+    assert {row["engine/background_rows"] for row in rows} == {0}
     assert rows[1]["engine/tokens"] == rows[1]["tokens/response"]
     if name in ("off", "history"):  # in the last steps some prompts come again
         assert sum(row["engine/verified_per_decode_step"] for row in rows[2:]) > 1.05 * 2
@@ -48,13 +49,16 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[list[Request], list[Request]]] = []
+    early: list[Request] = []
 
-    def collect(engine: Any, collector: Collector, draws: Any) -> Any:
+    def collect(engine: Engine, collector: Collector, draws: Any) -> Any:
         assert collector.purpose == "train"
-        steps.append((collector.requests(draws.draws), list(draws.run_ahead)))
+        steps.append((collector.requests(draws.draws), [*early]))
+        early.clear()
         return collect_rollouts(engine, collector, draws)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
+    monkeypatch.setattr(RunAhead, "add", lambda _, requests: early.extend(requests))
     recipe = make_recipe(policy, tmp_path, train__num_steps=3, rollout__run_ahead_max_slowdown=100.0)
     train(recipe)
     changed = {"run_ahead_max_slowdown": 0.5, "draft_budget": 3}
@@ -63,7 +67,5 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(
     assert len(steps) == 3
     for (_, ahead), (following, _) in pairwise(steps):
         assert len(ahead) == 16
-        assert sorted(ahead, key=lambda one: one.rng_key) == sorted(
-            (replace(request, is_run_ahead=True) for request in following), key=lambda one: one.rng_key
-        )
+        assert ahead == following
     assert steps[-1][1] == []  # the last step has no next one

@@ -421,12 +421,12 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
         "step 5/5  reward 0.500 ▁▂▄▆█  9.0 s",
         "done [not markup]",
     ]
-    lefts = ["", "  0:04:30 left", "  0:00:30 left", "", "", ""]
+    lefts = ["", "  4:30 left", "  0:30 left", "", "", ""]
     output.seek(0)
     text = output.read()
     if is_terminal:
         assert all(line in text for line in lines)
-        assert "step 5/5  rollout 5/10  0:00:30 left" in text
+        assert "step 5/5  rollout 5/10  0:30 left" in text
         assert "step 3/5  reward" not in text, "one second after the last line"
     else:
         assert text.splitlines() == [line + left for line, left in zip(lines, lefts, strict=True)]

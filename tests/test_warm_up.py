@@ -14,6 +14,7 @@ from srtrl.run.progress import reporting_compilation
 CHECK = """
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from srtrl.drafters.srt import Drafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.warm_up import compile_kernels
+from srtrl.features.run_ahead import RunAhead
 
 torch.set_num_threads(1)
 
@@ -39,10 +41,13 @@ def check():
 prompts = [(5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), (3, 3, 3, 3)]
 requests = [replace(one, sampling=replace(one.sampling, end_token_ids=())) for one in requests_for(prompts)]
 filtered = [replace(one, sampling=replace(one.sampling, top_k=4)) for one in requests[:2]]
-ahead = [replace(one, is_run_ahead=True) for one in requests_for([(6,), (7, 8)], max_new_tokens=12, seed=1)]
+ahead = requests_for([(6,), (7, 8)], max_new_tokens=12, seed=1)
 chosen, cost = options(draft_budget="auto", num_pages=60), StepCost(points=((1, 1.0), (2000, 1.0)))
 policy = tiny_policy(getattr(torch, sys.argv[1]), vocab_size=12)
-engine = Engine(policy, chosen, drafter=Drafter(), cost=cost, compile_kernels=compile_kernels)
+background = partial(RunAhead, max_slowdown=0.03)
+engine = Engine(
+    policy, chosen, drafter=Drafter(), cost=cost, compile_kernels=compile_kernels, background=background
+)
 engine.warm_up()
 before = compiled()
 assert sum(before.values()) >= 12, before
@@ -50,11 +55,11 @@ for several in (requests[:1], requests, requests, filtered):  # one live sample,
     assert len(decode(engine, several, run_ahead=ahead)) == len(several)
     engine.end_step(has_new_weights=True)
 metrics = engine.take_metrics()
-assert metrics["engine/acceptance_depth_1"] > 0.5 and metrics["engine/run_ahead_rows"] > 0, metrics
+assert metrics["engine/acceptance_depth_1"] > 0.5 and metrics["engine/background_rows"] > 0, metrics
 check()
 
 drafter = Drafter()  # long texts, and what a rollout of a small policy does not do
-run(drafter, request(rng_key=4, is_run_ahead=True), TEXT[:40] + OTHER[:5])
+drafter.learn_texts({("train", (1, 2)): {4: np.array(TEXT[:40] + OTHER[:5], np.int32)}})
 drafter.end_step()
 run(drafter, request(rng_key=4), TEXT, slot=3)
 run(drafter, request((5, 6)), TEXT * 20)

@@ -34,8 +34,8 @@ class DrafterBase:
     Options: type[Section] = Section
     drafts: bool = True
     """Whether it ever drafts."""
-    uses_run_aheads: bool = False
-    """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
+    uses_texts: bool = False
+    """Whether it drafts from the texts of `learn_texts`."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
     knows_noise: bool = True
@@ -53,10 +53,7 @@ class DrafterBase:
         """The samples that start next are of a new rollout, maybe of a policy with new weights."""
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Samples have got their slots [B].
-
-        `request.is_run_ahead` marks a sample that is decoded for later drafts only.
-        """
+        """Samples have got their slots [B]."""
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return one tree for each of `slots` [B], of at most `max_nodes` [B] nodes; it may be empty.
@@ -77,20 +74,17 @@ class DrafterBase:
         """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Samples leave their slots; None: given up (preempted, or an interrupted rollout).
-
-        The completion of a run-ahead has the tokens that it has so far: it was ended for the sake of others, as a rule.
-        """
+        """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a background's."""
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Completed samples from elsewhere (recorded rollouts), which had no slot."""
 
-    def run_ahead_texts(self) -> TextsByKey:
-        """Texts of this step's run-aheads, for the drafters of other ranks."""
-        return {}
+    def learn_texts(self, texts: TextsByKey) -> None:
+        """Texts that samples of this step or the next may repeat: they were decoded early, on the same RNG keys."""
 
-    def learn_run_aheads(self, texts: TextsByKey) -> None:
-        """Texts of this step's run-aheads on other ranks."""
+    def new_texts(self) -> TextsByKey:
+        """The texts that were learned in this step, for the drafters of other ranks."""
+        return {}
 
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early."""
@@ -115,6 +109,11 @@ class DrafterBase:
         Raises:
             ValueError: It cannot be read. A resume says so and goes on with what the drafter has learned anew.
         """
+
+
+def key_of(request: Request) -> PromptKey:
+    """Samples with the same key have the same prompt and purpose."""
+    return request.purpose, request.prompt_token_ids
 
 
 def resolve_drafter(option: str, name: str) -> type[DrafterBase]:

@@ -81,18 +81,6 @@ class DraftTrees:
             offsets=np.zeros(num_trees + 1, np.int64),
         )
 
-    def replace(self, indices: npt.NDArray[np.int64], others: "DraftTrees") -> "DraftTrees":
-        """Return these trees, but at `indices` [len(others)] the others."""
-        starts, sizes = self.offsets[:-1].copy(), self.sizes
-        starts[indices], sizes[indices] = self.offsets[-1] + others.offsets[:-1], others.sizes
-        nodes = ranges(starts, sizes)
-        return DraftTrees(
-            token_ids=np.concatenate([self.token_ids, others.token_ids])[nodes],
-            parents=np.concatenate([self.parents, others.parents])[nodes],
-            scores=np.concatenate([self.scores, others.scores])[nodes],
-            offsets=np.concatenate([self.offsets[:1], sizes.cumsum()]),
-        )
-
     @property
     def num_nodes(self) -> int:
         """Number of drafted tokens in all trees."""

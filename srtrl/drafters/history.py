@@ -14,7 +14,7 @@ from srtrl.types import Completion
 class Drafter(SrtDrafter):
     """See `srtrl.drafters.base.DrafterBase`."""
 
-    uses_run_aheads = False
+    uses_texts = False
     inserts = False
 
     def __init__(self, options: Section | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The default drafter: a trie for each prompt, of its earlier rollouts, of its running ones, and of run-aheads."""
+"""The default drafter: a trie for each prompt, of its earlier rollouts, of its running ones, and of texts to come."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,10 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import RolloutCache
-from srtrl.drafters.run_ahead_texts import RunAheadTexts
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
@@ -20,6 +19,7 @@ from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
 TRUST_FILE = "draft_trust.json"
+NO_TEXT: Int32Array = np.empty(0, np.int32)
 
 
 class SrtOptions(Section):
@@ -45,8 +45,7 @@ class Drafter(DrafterBase):
 
     Options = SrtOptions
     options: SrtOptions
-    uses_run_aheads = True
-    summed_metrics = frozenset(f"engine/run_ahead_{name}" for name in ("tokens_made", "tokens_used", "followed"))
+    uses_texts = True
     inserts = True
     """Whether running samples enter their tokens into the tries."""
 
@@ -58,7 +57,9 @@ class Drafter(DrafterBase):
         """Completed rollouts, for each purpose: evaluation never learns from training."""
         self._tries: dict[PromptKey, TokenTrie] = {}
         """The least recently started from first."""
-        self._run_aheads = RunAheadTexts()
+        self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
+        """Of samples to come, learned in the last step and in this one: of each prompt, by RNG key."""
+        self._num_repeated = 0
         self._ngrams: dict[str, Table] = {}
         """For each purpose, from texts of all prompts."""
         self._trust: dict[str, Trust] = {}
@@ -76,20 +77,17 @@ class Drafter(DrafterBase):
         return self.caches[purpose]
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it.
-
-        A sample also follows the run-ahead on its RNG key, if there is one.
-        """
+        """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it."""
         start = np.array([START_TOKEN], np.int32)
         tries, texts = [], []
-        for slot, request in zip(slots.tolist(), requests, strict=True):
+        for request in requests:
             key = key_of(request)
             self._purpose = request.purpose
-            self._run_aheads.start(slot, key, request)
             rollouts = self.cache(request.purpose).rollouts(request.prompt_token_ids)
             trie, text = self._tries.pop(key, None), start
             if trie is None:
-                history = rollouts + self._run_aheads.texts(key)  # the most useful last
+                early = [one for by_key in self._texts for one in by_key.get(key, {}).values()]
+                history = rollouts + early  # the most useful last
                 trie = TokenTrie(expected_tokens=sum(map(len, history)))
                 text = np.concatenate([*(part for own in history for part in (start, own)), start])
             self._tries[key] = trie
@@ -110,20 +108,12 @@ class Drafter(DrafterBase):
         self._free_idle(self._max_bytes)
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
-        """Draft along the run-ahead that a slot follows, else from its prompt's trie."""
+        """Draft from the tries of the slots' prompts."""
         min_score = max(self.options.min_score, min_score)
-        followers = self._run_aheads.followers(slots)
-        room = max_nodes
-        if len(followers):
-            room = max_nodes.copy()
-            room[followers] = 0
         ngrams = self._ngrams.get(self._purpose, NO_TABLE)
         trust = self._trust.setdefault(self._purpose, make_trust())
-        trees = draft_trees(self.cursors.arrays, slots, room, BLEND, min_score, ngrams, trust, self._noise)
         self._is_drafted[slots] = True
-        if not len(followers):
-            return trees
-        return trees.replace(followers, self._run_aheads.chains(slots[followers], max_nodes[followers], min_score))
+        return draft_trees(self.cursors.arrays, slots, max_nodes, BLEND, min_score, ngrams, trust, self._noise)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from what followed the drafts, and insert (or follow) the committed tokens."""
@@ -134,32 +124,36 @@ class Drafter(DrafterBase):
         self._is_drafted[slots] = False
         self.cursors.extend(slots, token_ids, offsets)
         self._noise.positions[slots] += offsets[1:] - offsets[:-1]
-        self._run_aheads.observe(slots, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Keep completed rollouts; texts of run-aheads are kept apart."""
+        """Keep completed rollouts."""
         self.cursors.stop(slots)
-        finished = [completion for completion in completions if completion is not None]
-        for completion in finished:
-            self._run_aheads.finish(key_of(completion.request), completion)
-        self.learn([completion for completion in finished if not completion.request.is_run_ahead])
+        self.learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts."""
+        """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts.
+
+        A sample replaces the text that was learned for its RNG key.
+        """
         for completion in completions:
-            text, starts = completion.response.token_ids, [start for start, _ in completion.response.extensions]
+            request, text = completion.request, completion.response.token_ids
+            starts = [start for start, _ in completion.response.extensions]
+            for by_key in self._texts:
+                early = by_key.get(key_of(request), {}).pop(request.rng_key, NO_TEXT)
+                self._num_repeated += max(0, num_equal(early, text) - request.num_reused)
             text = np.insert(text, starts, START_TOKEN) if starts else text
-            purpose, prompt = key_of(completion.request)
-            self.cache(purpose).add(prompt, text)
-            self._learn_ngrams(purpose, text)
+            self.cache(request.purpose).add(request.prompt_token_ids, text)
+            self._learn_ngrams(request.purpose, text)
 
-    def run_ahead_texts(self) -> TextsByKey:
-        """Those of this step."""
-        return self._run_aheads.newest
+    def learn_texts(self, texts: TextsByKey) -> None:
+        """Keep them for the tries that are built in this step and the next; of two texts of a sample the longer one."""
+        for key, by_rng_key in texts.items():
+            known = self._texts[1].setdefault(key, {})
+            known |= {one: text for one, text in by_rng_key.items() if len(text) > len(known.get(one, NO_TEXT))}
 
-    def learn_run_aheads(self, texts: TextsByKey) -> None:
-        """The samples follow them as if they were decoded here."""
-        self._run_aheads.learn(texts)
+    def new_texts(self) -> TextsByKey:
+        """See `DrafterBase`."""
+        return self._texts[1]
 
     def expected_tokens(self, request: Request) -> float | None:
         """Mean length of the prompt's rollouts, those of finished siblings included."""
@@ -168,7 +162,7 @@ class Drafter(DrafterBase):
     def end_step(self) -> None:
         """Free the tries that no sample uses: they are built again, from the newest rollouts."""
         self._free_idle(0)
-        self._run_aheads.end_step()
+        self._texts = [self._texts[1], {}]
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
@@ -178,7 +172,8 @@ class Drafter(DrafterBase):
             for name in ("tokens", "bytes")
         }
         metrics["engine/cache_bytes"] += self.num_trie_bytes + sum(table.nbytes for table in self._ngrams.values())
-        return metrics | self._run_aheads.take_metrics()
+        metrics["engine/text_tokens_repeated"], self._num_repeated = self._num_repeated, 0
+        return metrics
 
     def save(self, folder: Path) -> None:
         """Write the completed rollouts: a file for each purpose; and what was learned."""
@@ -222,6 +217,7 @@ class Drafter(DrafterBase):
                 del self._tries[key]
 
 
-def key_of(request: Request) -> PromptKey:
-    """Samples with the same key share a trie."""
-    return request.purpose, request.prompt_token_ids
+def num_equal(text: Int32Array, other: Int32Array) -> int:
+    """Number of tokens of two texts before the first difference."""
+    length = min(len(text), len(other))
+    return int(np.append(text[:length] != other[:length], True).argmax())

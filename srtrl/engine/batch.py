@@ -55,6 +55,8 @@ class Sample:
     """Positions whose KV is in these pages."""
     extensions: list[tuple[int, int]] = field(default_factory=list)
     """Start and stop of each part of the response that was not sampled."""
+    is_background: bool = False
+    """Whether it is no primary, but work of the engine's `Background`."""
 
     @property
     def turn_start(self) -> int:
@@ -67,7 +69,7 @@ class ScheduledStep:
     """The work of one decode step."""
 
     slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    """[B], those that sample at least one token; run-aheads come after all primaries."""
+    """[B], those that sample at least one token; those of the background come after all primaries."""
     num_primaries: int = 0
     """The first slots: primaries."""
     chunks: list[PrefillChunk] = field(default_factory=list)
@@ -75,6 +77,8 @@ class ScheduledStep:
     """Samples that were preempted or dropped, by the slot that they had; it may be in `started` again."""
     started: list[Sample] = field(default_factory=list)
     """Samples that took a slot."""
+    is_background: bool = False
+    """Whether no primary has a part in it."""
 
     @property
     def num_prompt_rows(self) -> int:
@@ -129,7 +133,7 @@ class Batch:
         """[slots], pages that are held."""
         self.is_decoding: npt.NDArray[np.bool_] = array(np.bool_)
         """[slots], whether only the root's KV is missing, so that the next step samples."""
-        self.is_run_ahead: npt.NDArray[np.bool_] = array(np.bool_)
+        self.is_background: npt.NDArray[np.bool_] = array(np.bool_)
         self.admissions: Int64Array = array(np.int64)
         """[slots], see `Sample.admission`."""
         self._free = list(range(num_slots - 1, -1, -1))
@@ -217,7 +221,7 @@ class Batch:
             self.num_computed[slot] = sample.num_computed
             sample.page_ids = sample.page_ids[:0]
         self.is_decoding[slot] = False
-        self.is_run_ahead[slot] = request.is_run_ahead
+        self.is_background[slot] = sample.is_background
 
     def take_out(self, sample: Sample) -> None:
         """Free a sample's slot and the pages that it does not keep; its response so far stays with it."""

@@ -249,17 +249,15 @@ class _Learned:
 class DraftControl:
     """The three parts for one engine."""
 
-    def __init__(self, cost: StepCost, *, fixed: int | None, max_slowdown: float | None) -> None:
+    def __init__(self, cost: StepCost, *, fixed: int | None) -> None:
         """Nothing is learned yet.
 
         Args:
             cost: Of the engine's steps.
             fixed: Draft nodes of a sequence in every step; None: as many as pay.
-            max_slowdown: Of a step, by run-aheads; None: there are none.
         """
         self.cost = cost
         self.fixed = fixed
-        self.max_slowdown = max_slowdown
         self._learned: dict[RateClass, _Learned] = {}
         self._purpose: Purpose = "generate"
         self._num_requests = self._num_known = 0
@@ -339,14 +337,6 @@ class DraftControl:
             self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
         num_tokens = num_sequences + int(num_accepted.sum())
         learned.gate.record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
-
-    def run_ahead_rows(self, num_rows: int, *, alone: bool = False) -> int:
-        """Rows that run-aheads may have beside `num_rows` others; any number where they are `alone`."""
-        if self.max_slowdown is None:
-            return 0
-        if alone:
-            return MAX_ROWS
-        return self.cost.rows_within(num_rows, self.max_slowdown) if self.cost.is_known and num_rows else 0
 
     def _of_class(self, num_sequences: int) -> _Learned:
         history = round(4 * self._num_known / max(1, self._num_requests))

@@ -1,15 +1,16 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from srtrl import ranks
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
@@ -42,10 +43,12 @@ class Engine:
         runner: Runner | None = None,
         cost: StepCost | None = None,
         compile_kernels: Callable[[bool], None] | None = None,
+        background: Callable[[Batch, StepCost, DrafterBase], Background] | None = None,
     ) -> None:
         """`runner`: by default the one for a policy on a CPU. `cost`: of a step; by default it is measured.
 
-        `compile_kernels`: called before the first rollout, with whether it may draft (`warm_up.py`).
+        `compile_kernels`: called before the first rollout, with whether it may draft (`warm_up.py`). `background`:
+        makes what fills idle slots; by default nothing does.
         """
         self.options = options
         self.stop_finder = StopFinder(tokenizer, policy.config.vocab_size)
@@ -61,27 +64,30 @@ class Engine:
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
         self.batch = Batch(options.slots, self.max_sequence_tokens, self.pool, options.max_draft_nodes)
-        self.scheduler = Scheduler(
-            self.batch, prefill_chunk_tokens=options.prefill_chunk_tokens, max_draft_nodes=options.max_draft_nodes
-        )
         self.drafter = drafter or NoDrafter()
         self.control = DraftControl(
             cost or StepCost(self.runner.row_edges(MAX_ROWS)),
             fixed=None if options.draft_budget == "auto" else options.draft_budget,
-            max_slowdown=options.run_ahead_max_slowdown,
+        )
+        self.background = background(self.batch, self.control.cost, self.drafter) if background else Background()
+        self.scheduler = Scheduler(
+            self.batch,
+            prefill_chunk_tokens=options.prefill_chunk_tokens,
+            max_draft_nodes=options.max_draft_nodes,
+            background=self.background,
         )
         self.policy_version = 0
         self.stats = EngineStats()
         self.plain_steps = PlainSteps(options.slots)
         self._num_rows = 0
-        """Rows of the last step without those of run-aheads."""
+        """Rows of the last step without those of the background."""
         self._compile_kernels = compile_kernels
         self._is_warm = False
         self._is_decoding = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a sample decodes or waits for a slot; run-aheads and paused samples do not count."""
+        """Whether a sample decodes or waits for a slot; paused samples and the background do not count."""
         return self.scheduler.has_work
 
     @property
@@ -90,19 +96,9 @@ class Engine:
         return self.scheduler.num_free_slots
 
     @property
-    def has_run_aheads(self) -> bool:
-        """Whether a run-ahead decodes or waits."""
-        return self.scheduler.run_aheads.has_work
-
-    @property
     def is_off(self) -> bool:
         """Whether nothing is ever drafted."""
         return not self.drafter.drafts or self.control.fixed == 0
-
-    @property
-    def wants_run_aheads(self) -> bool:
-        """Whether run-aheads are of use: they are allowed, and the drafter drafts from them."""
-        return not self.is_off and self.drafter.uses_run_aheads and self.control.max_slowdown is not None
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
@@ -135,22 +131,29 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; inside `rollout`, between two steps.
 
-        Adding a sample cancels the run-ahead with the same RNG key; its tokens become the sample's draft.
-
         Raises:
             ValueError: See `check_request`; the other requests are left alone.
         """
         self.check_request(request)
         self.stop_finder.add(request.sampling.stop_strings)
-        expected_tokens = None
-        if not request.is_run_ahead:
-            expected_tokens = self.drafter.expected_tokens(request)
-            has_history = expected_tokens is not None
-            self.control.add_request(has_history=has_history)
-            if request.sample_index == 0:
-                self.stats.num_draws += 1
-                self.stats.num_known_draws += has_history
+        expected_tokens = self.drafter.expected_tokens(request)
+        has_history = expected_tokens is not None
+        self.control.add_request(has_history=has_history)
+        if request.sample_index == 0:
+            self.stats.num_draws += 1
+            self.stats.num_known_draws += has_history
         self.scheduler.add(request, expected_tokens)
+
+    def add_background(self, requests: Sequence[Request]) -> None:
+        """Queue samples of draws that the background chose; before a rollout, or between two steps.
+
+        Raises:
+            ValueError: See `check_request`.
+        """
+        for request in requests:
+            self.check_request(request)
+            self.stop_finder.add(request.sampling.stop_strings)
+        self.background.add(requests)
 
     def extend(self, completion: Completion, token_ids: Sequence[int]) -> None:
         """Continue a sample that paused at the end of a turn: its next turn follows these tokens.
@@ -193,11 +196,11 @@ class Engine:
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
-        self.plain_steps.end(slots)
-        completions = [self._completion(sample) for sample in ended]
-        run_aheads = [replace(c, request=replace(c.request, is_run_ahead=True)) for c in completions]
-        self.drafter.finish(slots, [None if text.response.extensions else text for text in run_aheads])
-        return completions
+        self._give_up(slots)
+        for sample in ended:
+            if not sample.extensions:
+                self.drafter.learn_texts({key_of(sample.request): {sample.request.rng_key: sample.token_ids}})
+        return [self._completion(sample) for sample in ended]
 
     @contextmanager
     def rollout(self, purpose: Purpose) -> Iterator[None]:
@@ -221,7 +224,7 @@ class Engine:
             yield
         finally:
             self._is_decoding = False
-            self._give_up(self.scheduler.clear())
+            self._give_up(list(self.scheduler.clear()))
             self.stats.add_saved(*self.plain_steps.take(self.control.cost))
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
@@ -243,6 +246,8 @@ class Engine:
         """One decode step for all running samples; returns those that finished."""
         clock = StageClock()
         step = self._schedule()
+        if not (len(step.slots) or step.chunks):
+            return []
         clock.lap("schedule")
         trees, drafted = self._draft(step, clock)
         self._launch(step, trees, clock)
@@ -266,6 +271,14 @@ class Engine:
         self._num_rows = num + trees.num_nodes
         self._record(step, trees, drafted, verified, clock)
         return completions
+
+    def step_background(self) -> bool:
+        """One decode step while no sample has work; returns whether the background had any, and room for it."""
+        assert not self.has_work
+        num_steps = self.stats.num_background_steps
+        if self.background.has_work:
+            self.step()
+        return self.stats.num_background_steps > num_steps
 
     def end_step(self, *, has_new_weights: bool) -> None:
         """A training step has ended: drafts are of another step now, and with new weights KV is stale."""
@@ -297,10 +310,12 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """Let the scheduler fill the step, and report to the drafter which samples have lost or got a slot."""
-        rows = self.control.run_ahead_rows(self._num_rows, alone=not self.has_work) if self.has_run_aheads else 0
-        step = self.scheduler.schedule(rows)
+        background, is_alone = self.background, not self.has_work
+        step = self.scheduler.schedule(
+            background.max_rows(self._num_rows, is_alone=is_alone) if background.has_work else 0
+        )
         if step.ended:
-            self._give_up(step.ended)
+            self._give_up(list(step.ended))
         if step.started:
             self.plain_steps.start(step.started)
             slots = np.array([sample.slot for sample in step.started])
@@ -316,7 +331,7 @@ class Engine:
         return step
 
     def _draft(self, step: ScheduledStep, clock: StageClock) -> tuple[DraftTrees, bool]:
-        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none.
+        """Trees for the primaries, as large as pays and as free pages allow; the background gets none.
 
         Returns:
             The trees to verify, one for each of the step's slots, and whether the drafter proposed.
@@ -364,23 +379,22 @@ class Engine:
         ended = np.flatnonzero(verified.finish != RUNNING).tolist()
         if not ended:
             return []
-        completions: list[Completion] = []
+        completions: list[Completion | None] = []
         for b in ended:
             sample = self.batch.samples[int(verified.slots[b])]
             assert sample is not None
             (self.scheduler.pause if sample.request.has_turns else self.scheduler.finish)(sample)
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
-            completions.append(self._completion(sample, finish_reason))
-        known = [None if c.request.has_turns else c for c in completions]  # a paused sample is not complete
+            completions.append(None if sample.is_background else self._completion(sample, finish_reason))
+        known = [None if c is None or c.request.has_turns else c for c in completions]  # a paused one is not complete
         self.plain_steps.end(verified.slots[ended].tolist())
         self.drafter.finish(verified.slots[ended].tolist(), known)
-        return [completion for completion in completions if not completion.request.is_run_ahead]
+        return [completion for completion in completions if completion is not None]
 
-    def _give_up(self, ended: Mapping[int, Sample]) -> None:
-        """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
-        texts = [self._completion(s) if s.request.is_run_ahead else None for s in ended.values()]
-        self.plain_steps.end(list(ended))
-        self.drafter.finish(list(ended), texts)
+    def _give_up(self, slots: Sequence[int]) -> None:
+        """Samples have lost these slots unfinished."""
+        self.plain_steps.end(slots)
+        self.drafter.finish(slots, [None] * len(slots))
 
     def _completion(self, sample: Sample, finish_reason: FinishReason | None = None) -> Completion:
         """The response of a sample up to where it has left its slot, or has got it."""
@@ -436,7 +450,7 @@ class Engine:
         if self._compile_kernels is not None:
             self._compile_kernels(not self.is_off)
         budgets_drafts = self.control.fixed is None
-        if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.wants_run_aheads):
+        if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.background.needs_cost):
             return
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
         self.control.cost.probe(

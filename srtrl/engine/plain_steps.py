@@ -29,9 +29,9 @@ class PlainSteps:
     Stays begin in the order in which they began with drafts and not before that time, each in the slot that is free
     first, the stays of a sample one after the other. Where each sample has a slot and is there from the start, this is
     what a rollout without drafts does, step for step. Else it is an estimate: without drafts samples may wait longer or
-    shorter for pages, tools, prompts of others that are computed first, and grades that decide what is drawn. A
-    run-ahead has no stay, for without drafts there is none: its rows are a price of drafts. Steps of run-aheads alone
-    fill a wait, and count in both.
+    shorter for pages, tools, prompts of others that are computed first, and grades that decide what is drawn. The
+    background has no stays, for without drafts there is none: its rows beside others are a price of drafts. Its steps
+    alone fill a wait, and do not count.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -43,27 +43,23 @@ class PlainSteps:
         """[slots], tokens of the open stay beyond one for each of its decode steps."""
         self._num_rows: list[int] = []
         """Of each step with drafts, those of the prompts left out: they are the same without."""
-        self._num_alone = 0
-        """Steps of run-aheads alone."""
 
     def start(self, samples: Iterable[Sample]) -> None:
         """These took their slots."""
         for sample in samples:
-            if not sample.request.is_run_ahead:
+            if not sample.is_background:
                 self._open[sample.slot] = _Stay(sample.request.rng_key, len(self._num_rows))
                 self._stays.append(self._open[sample.slot])
                 self._num_more[sample.slot] = 0
 
     def add_step(self, slots: Int64Array, num_new: Int64Array, num_more_rows: int) -> None:
-        """The primaries in `slots` got `num_new` tokens each; `num_more_rows`: of drafts and run-aheads."""
+        """The primaries in `slots` got `num_new` tokens each; `num_more_rows`: of drafts and the background."""
         if self._open:
             self._num_rows.append(len(self._open) + num_more_rows)
             self._num_more[slots] += num_new - 1
-        else:
-            self._num_alone += 1
 
     def end(self, slots: Sequence[int]) -> None:
-        """Samples and run-aheads left these slots."""
+        """Samples, or those of the background, left these slots."""
         for slot in self._open.keys() & set(slots):
             stay = self._open.pop(slot)
             stay.num_steps = len(self._num_rows) - stay.begin + int(self._num_more[slot])
@@ -85,6 +81,5 @@ class PlainSteps:
         saved = float("nan")
         if cost.is_known:
             saved = sum(map(cost.seconds, num_rows)) - sum(map(cost.seconds, self._num_rows))
-        num_steps = len(num_rows) + self._num_alone
-        self._stays, self._num_rows, self._num_alone = [], [], 0
-        return num_steps, saved
+        self._stays, self._num_rows = [], []
+        return len(num_rows), saved

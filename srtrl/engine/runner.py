@@ -44,7 +44,6 @@ class EngineOptions:
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
-    run_ahead_max_slowdown: float | None = 0.03
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -5,20 +5,20 @@ and so on, so that later samples find drafts in their siblings' tokens. Only the
 never a token.
 
 The first sample of a prompt computes all of its KV; its siblings share the full pages and compute the rest themselves.
-When pages run out, they are freed in this order: pages of rejected drafts; run-aheads; prompts that no sample shares;
-the KV of samples between two turns; the sample that was admitted last, which is preempted. What was evicted or
+When pages run out, they are freed in this order: pages of rejected drafts; the background; prompts that no sample
+shares; the KV of samples between two turns; the sample that was admitted last, which is preempted. What was evicted or
 preempted is recomputed. The oldest running sample always advances, and samples that lost their pages come before new
-ones, so the engine cannot get stuck. Run-aheads get what is left after all this: a primary's schedule is the same, step
-for step, with and without them. Nothing here looks at a clock: the same requests give the same steps.
+ones, so the engine cannot get stuck. The background gets what is left after all this: a primary's schedule is the same,
+step for step, with and without it. Nothing here looks at a clock: the same requests give the same steps.
 """
 
 from heapq import heappop, heappush
 
 import numpy as np
 
+from srtrl.engine.background import Background, Room
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample, ScheduledStep
 from srtrl.engine.rows import Int32Array, Int64Array
-from srtrl.engine.run_aheads import RunAheads
 from srtrl.types import Request
 
 MAX_PAUSED_PER_RUNNING = 3
@@ -28,15 +28,17 @@ MAX_PAUSED_PER_RUNNING = 3
 class Scheduler:
     """Keeps waiting and running samples and their pages."""
 
-    def __init__(self, batch: Batch, *, prefill_chunk_tokens: int, max_draft_nodes: int) -> None:
-        """`max_draft_nodes`: of a sample in a step; run-aheads leave pages for those of primaries."""
+    def __init__(
+        self, batch: Batch, *, prefill_chunk_tokens: int, max_draft_nodes: int, background: Background | None = None
+    ) -> None:
+        """`max_draft_nodes`: of a sample in a step; `background`, on the same batch, leaves pages for those."""
         self.batch = batch
         self.pool = batch.pool
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.max_draft_nodes = max_draft_nodes
         self.running: list[Sample] = []
         """Primaries, in the order of admission."""
-        self.run_aheads = RunAheads(batch)
+        self.background = background or Background()
         self.num_preemptions = 0
         self.paused: dict[int, Sample] = {}
         """Samples between two turns, by RNG key."""
@@ -50,7 +52,7 @@ class Scheduler:
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
         self._ended: dict[int, Sample] = {}
-        """Run-aheads that ended between two steps, by slot."""
+        """Samples of the background that ended between two steps, by slot."""
 
     @property
     def has_work(self) -> bool:
@@ -68,18 +70,11 @@ class Scheduler:
         return max(0, self.batch.num_slots - len(self.running) - len(self._waiting))
 
     def add(self, request: Request, expected_tokens: float | None = None) -> None:
-        """Queue one sample, a primary or a run-ahead; also between two steps of others.
+        """Queue one primary; also between two steps of others. The background's sample with its RNG key ends.
 
-        A primary cancels the run-ahead with its RNG key.
-
-        Args:
-            request: `is_run_ahead` puts it into a line of its own.
-            expected_tokens: Of a primary: expected length of the response, None without history.
+        `expected_tokens`: expected length of the response, None without history.
         """
-        if request.is_run_ahead:
-            self.run_aheads.add(request)
-            return
-        self._ended |= self.run_aheads.end_rng_key(request.rng_key)
+        self._ended |= self.background.cancel(request.rng_key)
         prompt = self._prompts.get(request.prompt_token_ids)
         if prompt is None:
             prompt = PromptPages(np.array(request.prompt_token_ids, np.int32))
@@ -91,14 +86,9 @@ class Scheduler:
             sample.extensions = list(prefix.extensions)
         self._queue(sample, request.admission_key(expected_tokens or 0.0))
 
-    def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
-        """Admit samples, find pages, and return the work of the next forward pass.
-
-        Args:
-            max_run_ahead: Largest number of rows of run-aheads in this step: roots and prompt tokens. Fewer than there
-                are running run-aheads: the newest pause, and keep their pages.
-        """
-        step = ScheduledStep(ended=self._ended)
+    def schedule(self, max_background_rows: int = 0) -> ScheduledStep:
+        """Admit samples, find pages, and return the work of the next forward pass."""
+        step = ScheduledStep(ended=self._ended, is_background=not self.has_work)
         self._ended = {}
         self._admit(step)
         self._grow_decoding(step)
@@ -107,27 +97,27 @@ class Scheduler:
             if sample.slot != NO_SLOT:  # not preempted for an older one
                 budget -= self._advance(sample, step, budget)
         batch = self.batch
-        step.slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
+        step.slots = np.flatnonzero(batch.is_decoding & ~batch.is_background)
         step.num_primaries = len(step.slots)
         assert step.chunks or step.num_primaries or not self.has_work, "no progress: the oldest sample must advance"
-        if self.run_aheads.has_work:
+        if self.background.has_work:
             promised = sum(map(self._pages_to_start, self._starting))
             own = len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes))
-            self.run_aheads.schedule(
-                step,
-                num_rows=max_run_ahead,
+            room = Room(
+                num_rows=max_background_rows,
                 num_prefill_tokens=budget,
                 num_slots=batch.num_slots - len(self.running),
                 num_reserved_pages=promised + own,
                 may_admit=not self._waiting,
             )
+            self.background.schedule(step, room)
         return step
 
     def grow_for_drafts(self, slots: Int64Array, sizes: Int64Array) -> Int64Array:
         """Take free pages for draft nodes; returns the number of nodes of each slot that have room.
 
         Drafts never evict, drop or preempt. Where pages are short, samples that were admitted first get theirs first:
-        the order must not be that of the slots, which run-aheads change.
+        the order must not be that of the slots, which the background changes.
         """
         batch = self.batch
         num_positions = np.where(sizes > 0, batch.num_tokens[slots] + sizes, 0)
@@ -144,8 +134,8 @@ class Scheduler:
 
     def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""
-        if sample.request.is_run_ahead:
-            self.run_aheads.finish(sample)
+        if sample.is_background:
+            self.background.finish(sample)
             return
         self._leave_slot(sample)
         self._leave_prompt(sample)
@@ -177,7 +167,7 @@ class Scheduler:
 
     def clear(self) -> dict[int, Sample]:
         """Drop every sample, finished or not, and every page; returns those that had a slot, by slot."""
-        ended = self._ended | {sample.slot: sample for sample in self.running} | self.run_aheads.clear()
+        ended = self._ended | {sample.slot: sample for sample in self.running} | self.background.clear()
         for sample in list(self.running):
             self._leave_slot(sample)
         for sample in list(self._paused_with_kv):
@@ -212,7 +202,7 @@ class Scheduler:
                 self._evict_for(sample)
             heappop(self._waiting)
             if self.batch.num_free == 0:
-                self.run_aheads.drop_newest(step)
+                self.background.drop_newest(step)
             sample.admission = self._num_admissions
             self._num_admissions += 1
             if sample in self._paused_with_kv:
@@ -235,7 +225,7 @@ class Scheduler:
     def _grow_decoding(self, step: ScheduledStep) -> None:
         """A page for the root of each decoding primary that has none."""
         batch = self.batch
-        slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
+        slots = np.flatnonzero(batch.is_decoding & ~batch.is_background)
         missing = np.maximum(batch.missing_pages(slots, batch.num_tokens[slots]), 0)
         if not missing.any():
             return
@@ -302,22 +292,22 @@ class Scheduler:
         return True
 
     def _make_room(self, count: int, step: ScheduledStep, *, keep: PromptPages | None = None) -> bool:
-        """Have `count` pages free, by dropping run-aheads and evicting prompts that no sample shares, except `keep`.
+        """Have `count` pages free: the background's, then those of prompts that no sample shares, except `keep`.
 
-        Returns False if that cannot be; then nothing is dropped or evicted. Pages of run-aheads count as free ones, so
-        that the answer is the same without them, and so is what is trimmed.
+        Returns False if that cannot be; then nothing is dropped or evicted. Pages of the background count as free ones,
+        so that the answer is the same without it, and so is what is trimmed.
         """
-        num_free = self.pool.num_free + self.run_aheads.num_pages
+        num_free = self.pool.num_free + self.background.num_pages
         idle: list[PromptPages] = []
         if num_free < count:
             self.batch.trim()
-            num_free = self.pool.num_free + self.run_aheads.num_pages
+            num_free = self.pool.num_free + self.background.num_pages
         if num_free < count:
             held = [prompt for prompt in self._prompts.values() if len(prompt.page_ids) and prompt is not keep]
             idle = [prompt for prompt in held if self.pool.num_unshared(prompt.page_ids)]
         if num_free + sum(len(prompt.page_ids) for prompt in idle) < count:
             return False
-        self.run_aheads.free_pages(count, step)
+        self.background.free_pages(count, step)
         while self.pool.num_free < count:
             self._drop_pages(idle.pop())
         return True

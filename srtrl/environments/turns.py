@@ -64,6 +64,7 @@ class EnvironmentTurns(Turns):
         if self.format.describes_tools:
             self.tools = tool_schemas(self.environment_class.tools)
         self.starts_prompts = self.environment_class.start is not EnvironmentBase.start
+        self.computes_here = not inspect.iscoroutinefunction(self.environment_class.step)
         self._samples: dict[tuple[str, int, int], OpenSample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
         """By id and text of either: a prompt, and the prompt with the environment's first messages."""

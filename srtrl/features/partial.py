@@ -43,16 +43,14 @@ class PartialSampler(RoundsSampler):
         """See `RoundsSampler`."""
         return sorted({draw for draw, _ in self.earlier})
 
-    def round(
-        self, step: int, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector
-    ) -> list[RolloutGroup]:
+    def round(self, step: int, draws: list[tuple[int, Prompt]], collector: Collector) -> list[RolloutGroup]:
         """See `RoundsSampler`."""
         engine, rollout = self.context.engine, self.context.recipe.rollout
         limit, oldest = rollout.max_new_tokens, engine.policy_version - rollout.max_age
         collector.prefixes = {key: truncated(p, len(p.token_ids), limit) for key, p in self.earlier.items()}
         due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
         num_complete = share_of(len(draws), rollout.min_complete)
-        some = PartialDraws(draws, num_complete=num_complete, due=due, run_ahead=run_ahead)
+        some = PartialDraws(draws, num_complete=num_complete, due=due)
         found = collect_rollouts(engine, collector, some)
         self.earlier = some.carried
         return found
@@ -71,23 +69,15 @@ class PartialDraws(FixedDraws):
     number has the sample and its tick.
     """
 
-    def __init__(
-        self,
-        draws: Sequence[tuple[int, Prompt]],
-        *,
-        num_complete: int,
-        due: Collection[int] = (),
-        run_ahead: Sequence[Request] = (),
-    ) -> None:
+    def __init__(self, draws: Sequence[tuple[int, Prompt]], *, num_complete: int, due: Collection[int] = ()) -> None:
         """All ranks make the same.
 
         Args:
             draws: See `FixedDraws`. Those with samples in `Collector.prefixes` go on.
             num_complete: Number of groups at whose completion the rollout ends; at least 1.
             due: Draws that are waited for beside that, because their samples are old.
-            run_ahead: See `FixedDraws`.
         """
-        super().__init__(draws, run_ahead=run_ahead)
+        super().__init__(draws)
         assert 1 <= num_complete <= len(draws)
         self.num_complete = num_complete
         self.due = set(due)
@@ -110,12 +100,17 @@ class PartialDraws(FixedDraws):
                 collector.share.add("finished")
         yield from super().requests(engine, collector)
 
-    def rollouts(self, collector: Collector) -> list[Rollout]:
-        """See `Draws`; of the complete draws. Sets `carried`."""
+    def complete(self, collector: Collector) -> Sequence[int]:
+        """See `Draws`."""
         self._read_ticks(collector, collector.share.add("ended", 0))
         last = self._last_tick
         assert last is not None, "the rollout has not ended"
-        complete = [draw for draw, tick in self._complete(collector).items() if tick <= last]
+        return [draw for draw, tick in self._complete(collector).items() if tick <= last]
+
+    def rollouts(self, collector: Collector) -> list[Rollout]:
+        """See `Draws`; of the complete draws. Sets `carried`."""
+        complete, last = self.complete(collector), self._last_tick
+        assert last is not None
         carried: dict[SampleKey, Response] = {}
         for draw, sample in sorted(self._completions):
             if draw not in complete:

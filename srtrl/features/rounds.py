@@ -20,7 +20,7 @@ from srtrl.rollout.collect import Collector
 from srtrl.tasks.base import TaskBase
 from srtrl.trainer.credit import groups_to_learn_from
 from srtrl.trainer.sampling import Collected, RolloutContext, Sampler
-from srtrl.types import FinishReason, Prompt, Request, Response, RolloutGroup, SampleKey, TrainSequence
+from srtrl.types import FinishReason, Prompt, Response, RolloutGroup, SampleKey, TrainSequence
 
 FILE = "earlier_samples.safetensors"
 """Of a checkpoint, where there are any."""
@@ -43,9 +43,7 @@ class RoundsSampler(Sampler):
         """Draws of earlier steps that a round has before new ones."""
         return []
 
-    def round(
-        self, step: int, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector
-    ) -> list[RolloutGroup]:
+    def round(self, step: int, draws: list[tuple[int, Prompt]], collector: Collector) -> list[RolloutGroup]:
         """The groups of a round; changes `earlier`."""
         raise NotImplementedError
 
@@ -63,9 +61,9 @@ class RoundsSampler(Sampler):
             going_on = self.going_on()
             num_new = max(0, recipe.rollout.num_prompts - len(kept) - len(going_on))  # a resume may ask for fewer
             new = range(self.num_draws, min(self.num_draws + num_new, end))
-            draws, run_ahead = self.draws([*going_on, *new]), self.run_ahead(step, new, collector)
+            self.announce(step, new, collector)
             self.num_draws = new.stop
-            found = self.round(step, draws, run_ahead, collector)
+            found = self.round(step, self.draws([*going_on, *new]), collector)
             groups = groups + found
             kept = kept + groups_to_learn_from(found, recipe.algorithm)
             if not recipe.rollout.dynamic_sampling or len(kept) >= self.num_wanted or new.stop == end:

@@ -142,11 +142,6 @@ class RankShare(Share):
         self._num_left[rank] = max(0, len(line) - start - count)
         return list(line[start : start + count])
 
-    def run_aheads(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """See `Share`: each rank begins with others."""
-        first, count = ranks.index(), ranks.count()
-        return [request for shift in range(count) for request in requests[(first + shift) % count :: count]]
-
     def report_progress(self, busy_seconds: float = 0.0) -> None:
         """See `Share`: others wait for it with reason."""
         self.busy_seconds += busy_seconds
@@ -176,14 +171,14 @@ class RankShare(Share):
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout], requests_of: RequestsOf) -> Sequence[Rollout]:
         """See `Share`."""
-        shared = ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
+        shared = ranks.gather(([*rollouts], engine.drafter.new_texts()), "the rollouts of all ranks")
         del shared[ranks.index()]
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
         engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
         for _, texts in shared:
-            engine.drafter.learn_run_aheads(texts)
+            engine.drafter.learn_texts(texts)
         return others
 
     def take_metrics(self) -> dict[str, float]:

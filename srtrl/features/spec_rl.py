@@ -28,9 +28,7 @@ class SpecRlSampler(RoundsSampler):
     _num_offered = 0
     _num_accepted = 0
 
-    def round(
-        self, step: int, draws: list[tuple[int, Prompt]], run_ahead: list[Request], collector: Collector
-    ) -> list[RolloutGroup]:
+    def round(self, step: int, draws: list[tuple[int, Prompt]], collector: Collector) -> list[RolloutGroup]:
         """See `RoundsSampler`."""
         engine = self.context.engine
         requests = [request for request in collector.requests(draws) if self._key(request) in self.earlier]
@@ -40,7 +38,7 @@ class SpecRlSampler(RoundsSampler):
             collector.prefixes = accept_prefixes(requests, offered, engine.runner.model, context)
         self._num_offered += sum(len(prefix.sampled) for prefix in offered)
         self._num_accepted += sum(len(prefix.sampled) for prefix in collector.prefixes.values())
-        found = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=run_ahead))
+        found = collect_rollouts(engine, collector, FixedDraws(draws))
         self.earlier |= {self._key(r): as_decoded(r) for group in found for r in group.rollouts}
         return found
 

@@ -47,8 +47,8 @@ def make_rng_key(seed: int, purpose: Purpose, draw_index: int, sample_index: int
     In training `draw_index` is the draw's place in the data order of the whole run, and no draw is sampled in two
     steps. So the names of all samples that a run ever learns from differ, and so do their rng_keys, but for collisions
     of the hash (of n samples, n^2 / 2^65: 3e-6 for ten million). Two draws of one prompt are two draws. Names of other
-    purposes differ in their second part: evaluation shares no noise with training. A run-ahead has, on purpose, the
-    name of the sample that it decodes early.
+    purposes differ in their second part: evaluation shares no noise with training. What is decoded early has, on
+    purpose, the name of its sample.
     """
     name = f"{seed}/{purpose}/{draw_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

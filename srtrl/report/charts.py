@@ -24,7 +24,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 9,
     "grid.alpha": 0.4,
     "legend.columnspacing": 1.0,
-    "legend.fontsize": 7.5,
+    "legend.fontsize": 8.5,
     "legend.frameon": False,
     "legend.handlelength": 1.0,
     "svg.fonttype": "none",  # text stays text: the file is small
@@ -151,8 +151,8 @@ CHARTS = {
         Chart(
             "Run-ahead",
             "tokens",
-            ["engine/run_ahead_tokens_*"],
-            "Tokens decoded early for the next step, and those that it could use.",
+            ["engine/background_tokens", "engine/text_tokens_repeated"],
+            "Tokens decoded early for the next step, and those that its samples repeated.",
         ),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),
     ),

@@ -99,10 +99,9 @@ def _notices(run: Run) -> Iterator[str]:
 
 def _sections(run: Run) -> dict[str, list[tuple[Chart, str, dict[str, list[tuple[float, float]]]]]]:
     """The charts that there is data for, each with its picture as SVG for the page, and the points of its lines."""
-    none_run_ahead = {"engine/run_ahead_tokens_made": 0, "engine/run_ahead_tokens_used": 0}  # absent in many steps
     in_training = [
         # Compilation, which is part of the first step, would dwarf all other seconds.
-        {**none_run_ahead, **row, "time/step": row["time/step"] - row.get("time/compile", 0)}
+        {**row, "time/step": row["time/step"] - row.get("time/compile", 0)}
         for row in run.rows
         if row["step"] > 0
     ]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from srtrl import ranks
@@ -57,11 +57,15 @@ class Draws(ABC):
 
     @abstractmethod
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
-        """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
+        """Samples to add before the next decode step; each is added before the next is requested."""
 
     @abstractmethod
     def are_over(self, collector: Collector) -> bool:
         """Whether no rank has anything left to decode or to decide."""
+
+    def complete(self, collector: Collector) -> Sequence[int]:
+        """After all are decoded: draws of which `rollouts` takes all samples, when they are graded."""
+        return ()
 
     @abstractmethod
     def rollouts(self, collector: Collector) -> list[Rollout]:
@@ -71,8 +75,8 @@ class Draws(ABC):
 def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
     """Decode and grade all samples of some draws, on all ranks.
 
-    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else it
-    runs ahead until the other ranks are done.
+    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile the
+    engine's background goes on.
 
     Args:
         engine: Decodes; its policy is not changed.
@@ -90,22 +94,20 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
         while True:
             for request in draws.requests(engine, collector):
                 engine.add(request)
-            is_busy = engine.has_work
-            if not is_busy:
-                if draws.undecided or collector.turns.futures():
-                    collector.wait(draws.undecided)
-                    collector.take_answers(engine)
-                    continue
-                if draws.are_over(collector) or not share.wait_for_others(sleeps=not engine.has_run_aheads):
-                    break
-                if not engine.has_run_aheads:
-                    continue
-            started = time.monotonic()
-            for completion in engine.step():
-                collector.receive(completion)
-            collector.take_answers(engine)
-            if is_busy:
+            if engine.has_work:
+                started = time.monotonic()
+                for completion in engine.step():
+                    collector.receive(completion)
+                collector.take_answers(engine)
                 share.report_progress(time.monotonic() - started)
+            elif draws.undecided or collector.turns.futures():
+                collector.wait(engine, draws.undecided)
+                collector.take_answers(engine)
+            elif draws.are_over(collector):
+                collector.use_wait(engine, draws.complete(collector))
+                break
+            elif not share.wait_for_others(sleeps=not engine.step_background()):
+                break
     with collector.timer.stage("grading"):
         return collector.exchange(engine, draws.rollouts(collector))
 
@@ -113,18 +115,15 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
 class FixedDraws(Draws):
     """Draws that are all opened at once."""
 
-    def __init__(self, draws: Sequence[tuple[int, Prompt]], *, run_ahead: Sequence[Request] = ()) -> None:
+    def __init__(self, draws: Sequence[tuple[int, Prompt]]) -> None:
         """All ranks make the same.
 
         Args:
             draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a
                 draw's index is its place in the data order of the run.
-            run_ahead: What idle slots may decode meanwhile (see `Collector.run_ahead`); none of it comes back.
         """
         self.draws = sorted(draws, key=lambda draw: draw[0])
-        self.run_ahead = run_ahead
         self._are_open = False
-        assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`."""
@@ -140,22 +139,19 @@ class FixedDraws(Draws):
                 collector.receive(completion)
             collector.take_answers(engine)
             yield from collector.share.deal(engine, requests)
-            yield from collector.share.run_aheads(self.run_ahead)
         yield from collector.share.claim(engine.num_free_slots)
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`."""
         return collector.share.read("finished") == len(self.draws) * collector.num_samples
 
+    def complete(self, collector: Collector) -> Sequence[int]:
+        """See `Draws`."""
+        return [draw_index for draw_index, _ in self.draws]
+
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`; `batched` rewards see all samples at once."""
-        return collector.take([draw_index for draw_index, _ in self.draws])
-
-
-def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
-    """Samples of later draws as run-aheads, one of every prompt before the second of any."""
-    ordered = sorted(requests, key=lambda request: (request.sample_index, request.draw_index))
-    return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
+        return collector.take(self.complete(collector))
 
 
 @dataclass(slots=True)
@@ -179,9 +175,11 @@ class Collector:
     """Number of policy updates before the rollout."""
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
-    """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
+    """Counts decoding as `rollout`, and waiting while no sample decodes as `grading` or `tools`."""
     share: Share = field(default_factory=Share)
     """What this process takes of the rollout; its counter `finished` counts samples."""
+    fills_waits: bool = True
+    """Whether the engine's background goes on while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
     on_end: OnEnd = field(default=lambda _: None, init=False)
@@ -208,17 +206,6 @@ class Collector:
             for sample_index in range(self.num_samples)
         ]
 
-    def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
-        """Run-aheads for idle slots: the samples of later draws, early. None of it is ever learned from.
-
-        A run-ahead is decoded by the current policy on the very RNG key that its sample will have. The next step's
-        policy is nearly the same and its noise is the same, so that the sample repeats a good part of the run-ahead
-        word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and no draft
-        changes a sampled token, so it stays exact and on-policy. Run-aheads take idle slots breadth-first, as samples
-        do: one of every prompt, then the second of every prompt.
-        """
-        return run_ahead_order(self.requests(draws))
-
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, for the engine to decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
@@ -228,7 +215,6 @@ class Collector:
 
     def receive(self, completion: Completion) -> None:
         """A turn of a sample of an open draw has ended."""
-        assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
         self.turns.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
     def take_answers(self, engine: Engine) -> None:
@@ -271,14 +257,27 @@ class Collector:
         samples = self._draws[draw_index].samples
         return len(samples) == self.num_samples and all(self.grader.is_done(done.ticket) for done in samples.values())
 
-    def wait(self, draw_indices: Sequence[int]) -> None:
-        """Wait until one more sample of these draws is graded, or an environment answers or is late."""
-        open_samples = chain.from_iterable(self._draws[draw_index].samples.values() for draw_index in draw_indices)
-        tickets = [sample.ticket for sample in open_samples]
+    def wait(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+        """Wait until one more sample of these draws is graded, or an environment answers or is late.
+
+        Where the engine's background may go on it makes a step instead, and the answers that have come are taken.
+        """
         self.share.report_progress()
         futures = self.turns.futures()
         with self.timer.stage("tools" if futures else "grading"):
-            self.grader.wait_any(tickets, futures, POLL_SECONDS if futures else None)
+            seconds = 0.0 if self.fills_waits and engine.step_background() else POLL_SECONDS if futures else None
+            self.grader.wait_any(self._tickets(draw_indices), futures, seconds)
+
+    def use_wait(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+        """Let the engine's background go on, where it may, until these draws are graded or it has nothing to do."""
+        tickets = self._tickets(draw_indices)
+        with self.timer.stage("grading"):
+            while self.fills_waits and not all(map(self.grader.is_done, tickets)) and engine.step_background():
+                self.grader.wait_any(tickets, timeout=0.0)
+
+    def _tickets(self, draw_indices: Sequence[int]) -> list[GradeTicket]:
+        """Of this rank's samples of some open draws that have ended."""
+        return [sample.ticket for draw_index in draw_indices for sample in self._draws[draw_index].samples.values()]
 
     def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:
         """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.

@@ -49,9 +49,8 @@ class DrawsUntilFull(Draws):
     """Maximum number of draws opened; where they do not suffice, the batch has fewer groups."""
     keeps: Callable[[RolloutGroup], bool]
     """Whether the filters keep a group; called once for each group, in no particular order."""
-    run_ahead: Callable[[range], list[Request]] = lambda _: []
-    """Called with each range of draws that is opened; returns what more idle slots may decode from then on. A run-ahead
-    ends when its draw is opened."""
+    on_open: Callable[[range], None] = lambda _: None
+    """Called with each range of draws that was opened."""
     undecided: list[int] = field(default_factory=list, init=False)
     """Draws that this rank has opened."""
     _kept: set[int] = field(default_factory=set, init=False)
@@ -78,7 +77,7 @@ class DrawsUntilFull(Draws):
             yield from collector.open(draw_index, self.prompt_of(draw_index))
             collector.num_total = (draw_index - self.first_draw + 1) * collector.num_samples
         if opened:
-            yield from collector.share.run_aheads(self.run_ahead(range(opened[0], opened[-1] + 1)))
+            self.on_open(range(opened[0], opened[-1] + 1))
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`; whether all draws that the batch needs are decided."""

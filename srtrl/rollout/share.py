@@ -44,10 +44,6 @@ class Share:
         """Of those that `deal` has left the next ones, at most `count`: fewer only where none is left anywhere."""
         return ()
 
-    def run_aheads(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Run-aheads in the order in which this process takes them."""
-        return requests
-
     def report_progress(self, busy_seconds: float = 0.0) -> None:
         """This process decodes samples (then with the seconds that took), or waits for its own tools and graders."""
 

@@ -42,6 +42,8 @@ class Turns:
 
     has_turns = False
     """Whether a sample may have several turns; see `Request`."""
+    computes_here = False
+    """Whether processors of this machine work on answers while the decoder does."""
     starts_prompts = False
     """Whether `started` adds to prompts; it must then be called inside the context."""
     tools: Sequence[dict[str, Any]] = ()

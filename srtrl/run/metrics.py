@@ -183,12 +183,12 @@ def describe_step(metrics: MetricRow) -> str:
     parts = []
     if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
         parts.append(f"accuracy {metrics['accuracy']:.1%}")
-    if saved := saved_by_drafts([metrics]):
-        parts.append(str(saved))
-    parts.append(f"{metrics['time/step']:.1f} s")
+    time = f"{metrics['time/step']:.1f} s"
     if (seconds := metrics.get("time/compile", 0)) >= 1:
-        parts[-1] += f" ({seconds:.1f} s compiling)"
-    return "  ".join(parts)
+        time += f" ({seconds:.1f} s compiling)"
+    elif saved := saved_by_drafts([metrics]):
+        parts.append(str(saved))
+    return "  ".join([*parts, time])
 
 
 def step_problems(metrics: MetricRow) -> str:
@@ -244,8 +244,9 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         figures["sampled tokens"] = (
             f"{num_tokens:,} in {num_steps:,} decode steps of {num_samples:.1f} samples, {each:.2f} tokens each"
         )
-        first, last = (_tokens_per_decode(_epoch(steps, end)) for end in (steps[0], steps[-1]))
-        figures["tokens each, first and last epoch"] = f"{first:.2f} and {last:.2f}"
+        epochs = [_epoch(steps, end) for end in (steps[0], steps[-1])]
+        if epochs[0] != epochs[1]:
+            figures["tokens each, first and last epoch"] = "{:.2f} and {:.2f}".format(*map(_tokens_per_decode, epochs))
     if saved := saved_by_drafts(steps):
         figures["decode steps saved by drafts"] = (
             f"{saved.num_plain - saved.num_steps:,} of {saved.num_plain:,}: {saved}"
@@ -271,10 +272,17 @@ class Saved(NamedTuple):
 
     def __str__(self) -> str:
         """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
-        text = f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
-        if self.seconds is not None:
-            text += f", {abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
-        return text
+        return ", ".join(part for part in (self.ratio, self.time) if part)
+
+    @property
+    def ratio(self) -> str:
+        """How many times fewer decode steps."""
+        return f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
+
+    @property
+    def time(self) -> str:
+        """The seconds; nothing where they are not known."""
+        return "" if self.seconds is None else f"{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
 
 
 def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:
@@ -294,7 +302,8 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if saved := saved_by_drafts(steps):
-        figures[f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"] = str(saved)
+        counts = f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"
+        figures[", ".join(part for part in (counts, saved.time) if part)] = saved.ratio
     if evals:
         name = main_figure(evals[-1])
         values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]

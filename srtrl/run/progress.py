@@ -97,7 +97,7 @@ class RunProgress:
         if not num_left or len(self._ends) < 2:
             return ""
         seconds = round(num_left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))
-        return f"{timedelta(seconds=seconds)} left"
+        return f"{str(timedelta(seconds=seconds)).removeprefix('0:').removeprefix('0')} left"
 
     def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """Show the stage that runs (on a terminal only) and, with `num_total`, how much of it is done."""

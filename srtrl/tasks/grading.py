@@ -92,6 +92,8 @@ class Grader:
             verifier=self._verifier if self._verifier_isolated else None,
             rewards=tuple((reward.name, reward.function) for reward in self._rewards if reward.isolated),
         )
+        self.computes_here = bool(self._isolated.modules)
+        """Whether processors of this machine work on grades while the decoder does; coroutines only wait."""
         self._grading = grading
         self._seconds = WALL_SECONDS_PER_CPU_SECOND * grading.timeout_seconds
         """Wall-clock limit of a coroutine; after this time other functions that run here are named in a warning."""

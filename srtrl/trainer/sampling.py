@@ -22,7 +22,7 @@ from srtrl.rollout.turns import Turns
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import groups_to_learn_from
-from srtrl.types import Prompt, Purpose, Request, RolloutGroup, SamplingParams, TrainSequence
+from srtrl.types import Prompt, Purpose, RolloutGroup, SamplingParams, TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,11 @@ class RolloutContext:
     def collector(
         self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
     ) -> Collector:
-        """The collector of one rollout; see `Collector`."""
+        """The collector of one rollout; see `Collector`.
+
+        On a CPU the decoder's background leaves waits to graders and environments that compute on the same one.
+        """
+        is_shared = self.grader.computes_here or self.turns.computes_here
         return Collector(
             self.grader,
             self.turns,
@@ -63,6 +67,7 @@ class RolloutContext:
             on_progress=on_progress,
             timer=timer,
             share=self.share,
+            fills_waits=not is_shared or self.engine.runner.model.device.type != "cpu",
         )
 
     def started(self, prompt: Prompt) -> Prompt:
@@ -131,7 +136,6 @@ class Sampler:
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
         self.order = DataOrder(len(task.train_prompts), recipe.seed)
-        self._next_ahead = 0  # the first draw that no run-ahead of this step has been made for
         rollout = recipe.rollout
         self.max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
@@ -143,12 +147,12 @@ class Sampler:
         return self.context.recipe.rollout.num_prompts
 
     def sample(self, step: int, *, on_progress: OnProgress, timer: StageTimer) -> StepRollouts:
-        """The rollouts of training step `step`; idle slots may look ahead to what is drawn next.
+        """The rollouts of training step `step`.
 
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, rollout = self.context, self.context.recipe.rollout
-        first = self._next_ahead = self.num_draws
+        first = self.num_draws
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         groups, kept, collector, metrics = self.collect(step, collector)
         check_not_all_failed(groups, f"step {step}")
@@ -172,8 +176,8 @@ class Sampler:
         first = self.num_draws
         if not rollout.dynamic_sampling:
             draws = range(first, first + rollout.num_prompts)
-            fixed = FixedDraws(self.draws(draws), run_ahead=self.run_ahead(step, draws, collector))
-            groups = collect_rollouts(engine, collector, fixed)
+            self.announce(step, draws, collector)
+            groups = collect_rollouts(engine, collector, FixedDraws(self.draws(draws)))
             self.num_draws = draws.stop
             return Collected(groups, groups_to_learn_from(groups, algorithm), collector)
         until_full = DrawsUntilFull(
@@ -182,7 +186,7 @@ class Sampler:
             num_prompts=rollout.num_prompts,
             max_draws=self.max_draws,
             keeps=lambda group: bool(groups_to_learn_from([group], algorithm)),
-            run_ahead=lambda opened: self.run_ahead(step, opened, collector),
+            on_open=lambda opened: self.announce(step, opened, collector),
         )
         groups = collect_rollouts(engine, collector, until_full)
         kept = [replace(one, rollouts=one.graded) for one in until_full.kept_groups(groups)]
@@ -207,20 +211,14 @@ class Sampler:
         """The prompt of one draw of the run."""
         return self.context.started(self.task.train_prompts[self.order.prompt_of(draw)])
 
-    def run_ahead(self, step: int, opened: range, collector: Collector) -> list[Request]:
-        """Run-aheads for idle slots beside the `opened` draws: of the draws after them, each once.
-
-        They come as replacements in this step, or in the next step. None where the drafter would not use them.
-        """
-        recipe = self.context.recipe
-        if not self.context.engine.wants_run_aheads:
-            return []
+    def announce(self, step: int, opened: range, collector: Collector) -> None:
+        """Draws are opened: the decoder's background may want those that this step or the next may open after them."""
+        engine, recipe = self.context.engine, self.context.recipe
         end = opened.stop + recipe.rollout.num_prompts
         if step == recipe.train.num_steps:  # no step comes after it
             end = min(end, self.num_draws + self.max_draws)
-        ahead = range(max(opened.stop, self._next_ahead), end)
-        self._next_ahead = max(ahead.stop, self._next_ahead)
-        return collector.run_ahead(self.draws(ahead))
+        if chosen := engine.background.choose(range(opened.stop, end)):
+            engine.add_background(collector.requests(self.draws(chosen)))
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
