@@ -42,7 +42,7 @@ class Style(NamedTuple):
     """What differs between families in all layers; the default is Llama's."""
 
     norms: Literal["pre", "post", "sandwich"] = "pre"
-    """RMS norms of a layer: before attention and MLP, after them (ahead of the residual sum), or both."""
+    """RMS norms of a layer: before attention and MLP, after them and before the residual sum, or both."""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMS norms of queries and keys before the rotation: of each head, or of all heads together."""
     wide_norms: bool = False
