@@ -224,6 +224,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": True}, "vocab_size is True; expected an integer"),
     ({"num_attention_heads": -4}, "num_attention_heads is -4; expected an integer"),
     ({"num_attention_heads": "4"}, "num_attention_heads is '4'; expected an integer"),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
     ({"max_position_embeddings": 0}, "max_position_embeddings is 0; expected an integer"),
     ({"intermediate_size": [40]}, r"intermediate_size is \[40\]; expected an integer"),
 ]

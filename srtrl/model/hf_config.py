@@ -27,12 +27,14 @@ _TEXT_MODELS = ("gemma3_text", "ministral3")
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
 """Of the whole model's config, which count for its text."""
 _SIZES = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "shared_intermediate_size"), 2**20),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**10),
-    "max_position_embeddings": 2**31 - 1,
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**31 - 1),
 }
 """Integers from 1, and the largest value of each: far above any model, far below what hangs."""
-_PLAIN_LLAMA = {*_SIZES, "model_type", "rms_norm_eps", "tie_word_embeddings"} - {"head_dim"}
+_PLAIN_LLAMA = {*_SIZES, "model_type", "rms_norm_eps", "tie_word_embeddings"} - {
+    *("head_dim", "shared_intermediate_size", "sliding_window")
+}
 """Fields that a plain Llama must have."""
 _WITHOUT_EFFECT = {"architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id"}
 _LENGTHS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
@@ -85,6 +87,11 @@ def _gemma_style(config: Any) -> Style:
     )
 
 
+def _glm(style: Style) -> _Family:
+    fields = {"output_bias": False, "mlp_bias": False}
+    return _Family(lambda config: style, lambda config: fields, can_rotate_partly=True)
+
+
 _WITHOUT_BIAS = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 _PLAIN_MISTRAL = _Family(fields=lambda config: _WITHOUT_BIAS)
 _OLMO = _Family(lambda config: Style(norms="post", qk_norm="projection", wide_norms=True))
@@ -94,7 +101,7 @@ _FAMILIES: dict[str, _Family] = {
     "qwen3": _Family(lambda config: Style(qk_norm="head")),
     "mistral": _PLAIN_MISTRAL,
     "ministral3": _PLAIN_MISTRAL,
-    "smollm3": _Family(rotates=lambda config: config.no_rope_layers),
+    "smollm3": _Family(rotates=lambda config: config.no_rope_layers[: config.num_hidden_layers]),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "exaone4": _Family(
@@ -107,16 +114,8 @@ _FAMILIES: dict[str, _Family] = {
         plain=_PLAIN | {"num_local_experts": (0,), "position_embedding_type": ("rope",)},
     ),
     "phi3": _Family(fields=lambda config: _WITHOUT_BIAS, can_rotate_partly=True),
-    "glm": _Family(
-        lambda config: Style(interleaved=True),
-        lambda config: {"output_bias": False, "mlp_bias": False},
-        can_rotate_partly=True,
-    ),
-    "glm4": _Family(
-        lambda config: Style(norms="sandwich", interleaved=True),
-        lambda config: {"output_bias": False, "mlp_bias": False},
-        can_rotate_partly=True,
-    ),
+    "glm": _glm(Style(interleaved=True)),
+    "glm4": _glm(Style(norms="sandwich", interleaved=True)),
     "seed_oss": _Family(
         fields=lambda config: {"output_bias": config.attention_out_bias},
         plain=_PLAIN | {"attention_dropout": (0, 0.1)},  # as published; a policy is trained as it is sampled, without
