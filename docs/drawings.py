@@ -134,25 +134,27 @@ def training_step() -> None:
 
 
 def packed_batch() -> None:
-    """Three sequences end to end, and where each response token is predicted."""
+    """Three sequences end to end, two of them with one prompt, and where each response token is predicted."""
     svg = Svg("A packed batch", 820, 250)
-    lengths, index = ((3, 4), (2, 6), (4, 3)), 0
+    sequences, index = ((3, 4, 0), (3, 6, 3), (4, 3, 0)), 0  # prompt, response, tokens of the sequence before
+    path: list[int] = []
     left, cell = 96.0, 32.0
     svg.text(20, 82, "token_ids")
-    svg.text(20, 98, "[T], T = 22", fill=GREY)
+    svg.text(20, 98, "[T], T = 20", fill=GREY)
     svg.text(20, 182, "target_ids")
     svg.text(20, 198, "[R], R = 13", fill=GREY)
     num_targets = 0
-    for number, (num_prompt, num_response) in enumerate(lengths):
-        start = left + cell * index
-        svg.text(start + cell * (num_prompt + num_response) / 2, 40, f"sequence {number}", anchor="middle", fill=GREY)
-        svg.line([(start + 3, 48), (start + cell * (num_prompt + num_response) - 3, 48)], head=False)
-        for place in range(num_prompt + num_response):
+    for number, (num_prompt, num_response, num_shared) in enumerate(sequences):
+        start, num_added = left + cell * index, num_prompt + num_response - num_shared
+        path = [*path[:num_shared], *range(index, index + num_added)]
+        svg.text(start + cell * num_added / 2, 40, f"sequence {number}", anchor="middle", fill=GREY)
+        svg.line([(start + 3, 48), (start + cell * num_added - 3, 48)], head=False)
+        for place in range(num_shared, num_prompt + num_response):
             is_response = place >= num_prompt
-            svg.box(start + cell * place, 60, cell, 40, str(index), BLUE if is_response else SHADE)
+            svg.box(left + cell * index, 60, cell, 40, str(index), BLUE if is_response else SHADE)
             if is_response:
                 x = left + cell * 4 + cell * num_targets
-                svg.line([(left + cell * (index - 0.5), 101), (x + cell / 2, 158)])
+                svg.line([(left + cell * (path[place - 1] + 0.5), 101), (x + cell / 2, 158)])
                 svg.box(x, 160, cell, 40, str(index), BLUE)
                 num_targets += 1
             index += 1
@@ -160,7 +162,7 @@ def packed_batch() -> None:
         20,
         232,
         "Grey: prompt. Blue: response. A line leads from hidden_index, "
-        "the position before, to the token that it predicts.",
+        "the token before, to the token that it predicts. Sequence 1 has the prompt of sequence 0.",
         fill=GREY,
     )
     svg.save("packed_batch")

@@ -2,6 +2,8 @@
 
     python docs/figures.py off-policy
     python docs/figures.py draft-head [--train] [--price] [--stories MODEL] [--prompts N] RECIPE [OVERRIDE ...]
+    python docs/figures.py update RECORDING TOKENIZER
+    python docs/figures.py step
 
 `off-policy`: rollouts with log-normal lengths at a priced GPU, by mode. A random policy drifts from step to step. Every
 prompt and sample index has a length of its own, log-normal, the longest 20 times the median; each step has 32 prompts,
@@ -13,23 +15,38 @@ first, in place of an earlier run of its name. The last N training prompts (64),
 decoded with each of `SHOWN` draft nodes. `--price` adds what these figures, and those of `BUDGETS`, would give on an
 H200. `--stories` is for a folder with stories260K or another model of children's stories: it learns from first
 sentences made of `WORDS`.
+
+`update`: rows, operations (`model_flops`) and processor seconds of a policy's update whose sequences share nothing, and
+of the one that computes once what they share, in turn. The first steps of two recipes; 8 samples of each of the first 4
+prompts of a recording; and 8 random answers of 300 tokens to a random prompt of 1,000. A random model of 4 layers, 384
+wide, with 2,048 tokens (token ids are taken modulo that) learns the last two.
+
+`step`: processor seconds of whole training steps of quickstart, without and with what sequences share computed once,
+and of TRL's GRPOTrainer (extra `[dev]`) with the same model, prompts, settings and reward, in turn in one process.
 """
 
 import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from rich.console import Console
 
+from srtrl.bench.measure import alternate, compare_pairs
+from srtrl.bench.recorded import read_recorded
 from srtrl.build import build_drafter, build_parts, run_training
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
@@ -39,22 +56,28 @@ from srtrl.features.head_drafter import HeadDrafter
 from srtrl.features.partial import PartialDraws
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.spec_rl import accept_prefixes
+from srtrl.model.folders import locate
 from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection
+from srtrl.rollout import packing
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.turns import Turns
+from srtrl.run.metrics import update_flops
+from srtrl.tasks.arithmetic import is_correct
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer.objective import PolicyLearner
+from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import train_sampling
 from srtrl.trainer.trainer import Trainer
-from srtrl.types import Prompt, Request, Response, SampleKey, SamplingParams
+from srtrl.types import Prompt, Request, Response, SampleKey, SamplingParams, TrainSequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from engine_cases import tiny_policy
+from engine_cases import init_policy, tiny_policy
 from environment_cases import TOKENIZER
 from tiny_run import make_recipe
 
@@ -288,6 +311,219 @@ def draft_head_figures(options: argparse.Namespace) -> None:
         print("|", " | ".join([size, str(num), *cells]), "|")
 
 
+# --- The update -------------------------------------------------------------------------------------------------------
+
+SPEED = "{times_as_fast:.2f}x ({lowest:.2f} to {highest:.2f})"
+Update = tuple[PolicyLearner, Sequence[TrainSequence], UpdateContext]
+
+
+def first_update(name: str, folder: str) -> Update:
+    """What the first step of a recipe learns from; the weights will stay nearly as they are."""
+    options = [f"output_dir={folder}", "train.num_steps=1", "train.learning_rate=1e-12", "eval.before_and_after=false"]
+    with patch.object(PolicyLearner, "learn", autospec=True, return_value={}) as learn:
+        run_training(load_recipe(Path(f"recipes/{name}.yaml"), [*options, "train.max_logprob_difference=1e9"]))
+    learner, sequences, context = learn.call_args.args
+    return learner, sequences, context
+
+
+def random_model_update(samples: Iterator[tuple[int, Sequence[int], Sequence[int]]]) -> Update:
+    """An update by samples: draw, prompt and answer."""
+    options = {"train__learning_rate": 1e-12, "train__max_logprob_difference": 1e9, "train__micro_batch_tokens": 8192}
+    recipe = make_recipe(Path("none"), Path("none"), algorithm__kl={}, train__mini_batch_prompts=8, **options)
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+    }
+    policy = init_policy(scale=1, max_position_embeddings=4096, **sizes)
+    optimizer = build_optimizer(policy, learning_rate=1e-12, weight_decay=0.0, betas=(0.9, 0.99))
+    sequences = [
+        TrainSequence(
+            token_ids=np.array([*prompt, *answer]) % 2048,
+            targets=np.arange(len(prompt), len(prompt) + len(answer)),
+            draw_index=draw,
+            rollout_logprobs=np.zeros(len(answer), np.float32),
+            advantages=np.full(len(answer), (-1) ** number, np.float32),
+        )
+        for number, (draw, prompt, answer) in enumerate(samples)
+    ]
+    return PolicyLearner(policy, optimizer, recipe), sequences, UpdateContext(recipe=recipe, step=1)
+
+
+def recorded_samples(file: Path, tokenizer: str) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
+    """Of the first prompts of a recording."""
+    [prompts] = read_recorded(file, tokenizer=tokenizer, max_tokens=2048)
+    for draw, prompt in enumerate(prompts[:4]):
+        yield from ((draw, prompt.prompt_token_ids, sample.tokens.tolist()) for sample in prompt.samples[:8])
+
+
+def long_prompt() -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
+    """A random prompt and answers."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(2048, size=1000).tolist()
+    yield from ((0, prompt, rng.integers(2048, size=300).tolist()) for _ in range(8))
+
+
+def update_figures(recording: Path, tokenizer: str) -> None:
+    """Print the rows of the table of docs/benchmarks.md."""
+    torch.set_num_threads(1)
+    print("| learned from | samples | rows before | rows | fewer | operations | seconds before | seconds | as fast |")
+    print("| --- " + "| --: " * 8 + "|")
+    with tempfile.TemporaryDirectory() as folder:
+        updates = {f"{name}, first step": first_update(name, folder) for name in ("quickstart", "tools_tiny")}
+    updates[f"{recording.stem}, 4 prompts"] = random_model_update(recorded_samples(recording, tokenizer))
+    updates["a prompt of 1,000 tokens, 8 answers of 300"] = random_model_update(long_prompt())
+    for name, update in updates.items():
+        runs = alternate({shares: partial(measure_update, shares, *update) for shares in (False, True)}, repeats=3)
+        (rows_before, *_), before = zip(*runs[False], strict=True)
+        (rows, *_), after = zip(*runs[True], strict=True)
+        cells = [name, len(update[1]), f"{rows_before:,}", f"{rows:,}", f"{rows_before / rows:.2f}x"]
+        learner, sequences, context = update
+        flops = []
+        for some in (lambda several: [0] * len(several), packing.shared_tokens):
+            with patch.object(packing, "shared_tokens", some):
+                flops.append(update_flops(context.recipe, learner.model.config, sequences))
+        cells += [f"{flops[0] / flops[1]:.2f}x", f"{median(before):.2f}", f"{median(after):.2f}"]
+        cells.append(SPEED.format(**compare_pairs(before, after)))
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def measure_update(shares: bool, *update: Any) -> tuple[int, float]:
+    """Rows and processor seconds."""
+    shared_tokens = packing.shared_tokens if shares else lambda some: [0] * len(some)
+    with patch.object(packing, "shared_tokens", shared_tokens):
+        start = time.process_time()
+        PolicyLearner.learn(*update)
+        return update[0].num_rows, time.process_time() - start
+
+
+# --- Whole steps, and TRL's -------------------------------------------------------------------------------------------
+
+NUM_STEPS = 12
+"""Measured, after one that warms up."""
+
+
+class Clock:
+    """Processor seconds of the calls of a method."""
+
+    def __init__(self, stack: ExitStack, owner: Any, method: str) -> None:
+        self.seconds: list[float] = []
+        self._method = getattr(owner, method)
+        stack.enter_context(patch.object(owner, method, self))
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Measure one."""
+        start = time.process_time()
+        result = self._method(*arguments, **options)
+        self.seconds.append(time.process_time() - start)
+        return result
+
+
+def step_figures() -> None:
+    """Print the rows of the table of docs/benchmarks.md."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        options = [f"output_dir={folder}", f"train.num_steps={NUM_STEPS + 2}", "eval.before_and_after=false"]
+        trainers: dict[str, Trainer] = {}
+        steps, updates = dict[str, Clock](), dict[str, Clock]()
+        for name in ("each sequence alone", "what they share once"):
+            recipe = load_recipe(Path("recipes/quickstart.yaml"), [*options, f"name=run-{len(trainers)}"])
+            trainer = trainers[name] = stack.enter_context(Trainer(build_parts(recipe)))
+            trainer.engine.warm_up()
+            steps[name] = Clock(stack, trainer, "train_step")
+            updates[name] = Clock(stack, trainer.learners[-1], "learn")
+        trl = trl_trainer(trainer, folder)
+        generation = Clock(stack, trl, "_generate_and_score_completions")
+
+        def before_step(number: int) -> None:
+            names = list(trainers)
+            for name in names if number % 2 else reversed(names):
+                shared_tokens = packing.shared_tokens if name == names[1] else lambda some: [0] * len(some)
+                with patch.object(packing, "shared_tokens", shared_tokens):
+                    trainers[name].train_step(number)
+
+        of_steps = {name: clock.seconds for name, clock in steps.items()}
+        of_updates = {name: clock.seconds for name, clock in updates.items()}
+        of_steps["TRL"] = []
+        trl.add_callback(step_callback(before_step, of_steps["TRL"]))
+        trl.train()
+    whole_and_rollout = zip(of_steps["TRL"], generation.seconds, strict=True)
+    of_updates["TRL"] = [whole - rollout for whole, rollout in whole_and_rollout]
+    print("| quickstart | seconds of a step | of its update | step as fast | update as fast |")
+    print("| --- " + "| --: " * 4 + "|")
+    baseline = next(iter(of_steps))
+    for name in of_steps:
+        pairs = [(seconds[baseline][1:], seconds[name][1:]) for seconds in (of_steps, of_updates)]
+        cells = [name, *(f"{median(seconds):.2f}" for _, seconds in pairs)]
+        cells += [SPEED.format(**compare_pairs(*pair)) for pair in pairs]
+        print("| " + " | ".join(cells) + " |")
+
+
+def trl_trainer(ours: Trainer, folder: str) -> Any:
+    """TRL's, for the prompts that our trainer draws, in the same order, with all samples of a step in one batch."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    recipe, tokenizer = ours.recipe, ours.rollout_context.tokenizer
+    rollout, train = recipe.rollout, recipe.train
+    draws = [ours.sampler.prompt_of(number) for number in range((NUM_STEPS + 1) * rollout.num_prompts)]
+    assert all(tuple(tokenizer(prompt.text)["input_ids"]) == prompt.token_ids for prompt in draws)
+    config = GRPOConfig(
+        output_dir=f"{folder}/trl",
+        max_steps=NUM_STEPS + 1,
+        per_device_train_batch_size=rollout.num_prompts * rollout.num_samples,
+        num_generations=rollout.num_samples,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=train.weight_decay,
+        beta=recipe.algorithm.kl.coefficient,
+        loss_type="grpo",
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
+        return [float(is_correct(text, one)) for text, one in zip(completions, answer, strict=True)]
+
+    return GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(locate(recipe.model.path), dtype=torch.float32),
+        args=config,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list([{"prompt": prompt.text, "answer": prompt.answer} for prompt in draws]),
+    )
+
+
+def step_callback(before_step: Callable[[int], None], seconds: list[float]) -> Any:
+    """For a trainer of transformers, whose processor seconds it appends; steps count from 1."""
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):
+        start = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            before_step(state.global_step + 1)
+            self.start = time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds.append(time.process_time() - self.start)
+
+    return Callback()
+
+
 def main() -> None:
     """Print the figures that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,9 +536,17 @@ def main() -> None:
     head.add_argument("--price", action="store_true")
     head.add_argument("--stories", metavar="MODEL")
     head.add_argument("--prompts", type=int, default=64)
+    update = commands.add_parser("update")
+    update.add_argument("recording", type=Path)
+    update.add_argument("tokenizer")
+    commands.add_parser("step")
     options = parser.parse_args()
     if options.command == "off-policy":
         off_policy_figures()
+    elif options.command == "update":
+        update_figures(options.recording, options.tokenizer)
+    elif options.command == "step":
+        step_figures()
     else:
         draft_head_figures(options)
 

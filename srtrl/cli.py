@@ -140,7 +140,8 @@ def train(
     source = read_source(recipe / "recipe.yaml" if is_run else recipe, overrides or ())
     if is_run:
         folder = recipe.resolve()
-        source.put(["output_dir"], str(folder.parent), "RECIPE")
+        if Path(source.data.get("output_dir", "runs")).resolve() != folder.parent:  # it was moved, or we are elsewhere
+            source.put(["output_dir"], str(folder.parent), "RECIPE")
         source.put(["name"], folder.name, "RECIPE")
     loaded = build_recipe(source)
     check_place(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)

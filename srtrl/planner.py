@@ -101,7 +101,8 @@ class MemoryPlan:
 def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: int = 1) -> MemoryPlan:
     """Memory of a training step on each GPU.
 
-    Attention counts as FlashAttention, and every token's logits are computed, as though there were no prompts.
+    Attention counts as FlashAttention, and the logits of every row are computed, as though there were no prompts. The
+    keys and values that samples of the maximum length gather are counted, by their shared prompts.
 
     Args:
         recipe: Where `rollout.slots` or `rollout.kv_memory_gib` is auto, it is chosen for this GPU.
@@ -144,7 +145,9 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     parts[KV_CACHE] = kv
     parts["gradients"] = gradients
     settings = section.model_dump_json(exclude={"lora": {"base"}})
-    parts["activations"] = gathered + _activation_bytes(config, settings, recipe.train.micro_batch_tokens)
+    num_rows, num_samples = recipe.train.micro_batch_tokens, rollout.num_samples
+    num_keys = num_rows * num_samples * longest // (longest + (num_samples - 1) * rollout.max_new_tokens)
+    parts["activations"] = gathered + _activation_bytes(config, settings, num_rows, num_keys)
     return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots, num_gpus=num_gpus)
 
 
@@ -301,22 +304,22 @@ def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
 
 
 @cache  # for other GPUs; sections hold lists, so that their JSON stands for them
-def _activation_bytes(config: ModelConfig, section: str, num_tokens: int) -> int:
+def _activation_bytes(config: ModelConfig, section: str, num_rows: int, num_keys: int) -> int:
     """Peak of an update, beside weights, masters and gradients; layers are alike, so that two and three say it."""
     settings = ModelSection.model_validate_json(section)
-    two, three = (_peak_bytes(replace(config, num_hidden_layers=number), settings, num_tokens) for number in (2, 3))
+    two, three = (_peak_bytes(replace(config, num_hidden_layers=n), settings, num_rows, num_keys) for n in (2, 3))
     return two + (config.num_hidden_layers - 2) * (three - two)
 
 
-def _peak_bytes(config: ModelConfig, section: ModelSection, num_tokens: int) -> int:
+def _peak_bytes(config: ModelConfig, section: ModelSection, num_rows: int, num_keys: int) -> int:
     """Peak of an update's second micro-batch, run on no device."""
     policy = _make_policy(config, section)
     optimizer, masters = _make_optimizer(policy, section)
     tracker = _MemoryTracker([*policy.parameters(), *masters])
     with tracker:
         for _ in range(2):  # gradients of the first one are there while the second one is computed
-            tokens = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
-            hidden = policy(tokens, _Plan(num_tokens))[tokens]
+            tokens = torch.zeros(num_rows, dtype=torch.int64, device="meta")
+            hidden = policy(tokens, _Plan(num_rows, num_keys))[tokens]
             logprobs, entropy = token_logprobs(hidden, policy.head_weight, tokens, temperature=1.0)
             (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
             del hidden, logprobs, entropy
@@ -363,11 +366,13 @@ class _Attention(torch.autograd.Function):
 
 
 class _Plan:
-    """The plan of one sequence in an update, without attention's arithmetic."""
+    """The plan of a micro-batch in an update, without attention's arithmetic."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
-        self.num_positions = num_tokens
+    def __init__(self, num_rows: int, num_keys: int) -> None:
+        self.positions = torch.zeros(num_rows, dtype=torch.int64, device="meta")
+        self.num_positions = num_rows
+        self.path = torch.zeros(num_keys, dtype=torch.int64, device="meta")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.index_select(0, self.path), v.index_select(0, self.path)
         return _Attention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]

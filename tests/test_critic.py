@@ -48,7 +48,7 @@ def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip
 
 
 @pytest.mark.parametrize(
-    ("value_loss", "micro_batch_tokens"), [("clipped_value", 16), ("clipped_value", 1000), ("squared_error", 25)]
+    ("value_loss", "micro_batch_tokens"), [("clipped_value", 20), ("clipped_value", 1000), ("squared_error", 25)]
 )
 def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, micro_batch_tokens: int) -> None:
     """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones."""
@@ -70,6 +70,7 @@ def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, mic
     np.testing.assert_allclose(np.concatenate(found), padded_values(model, sequences).detach().numpy(), rtol=1e-6)
     metrics = critic.learn(sequences, context)
     assert len(optimizer.gradients) == 4
+    assert critic.num_rows < 2 * sum(len(sequence.token_ids) for sequence in sequences), "some tokens are shared"
 
     losses, norms, shares, counts = [], [], [], []
     batches = naive_batches(sequences, recipe.critic_updates, recipe.seed, 3)
@@ -78,7 +79,7 @@ def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, mic
         loss, share = naive_loss(naive, batch, value_clip)
         expected = descend(naive, loss, recipe.critic.learning_rate)
         for (name, _), mine, other in zip(naive.named_parameters(), gradients, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12, msg=name)
         losses.append(loss.item())
         norms.append(float(torch.cat([gradient.flatten() for gradient in expected]).norm()))
         shares.append(share)

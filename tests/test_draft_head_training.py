@@ -18,7 +18,7 @@ from srtrl.features.draft_head_learner import Texts
 from srtrl.features.head_drafter import FILE
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
-from srtrl.rollout.packing import pack
+from srtrl.rollout.packing import pack, sharing_order
 from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.trainer import TrainingStoppedError
 
@@ -99,15 +99,23 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
     recipe = update_cases.make_recipe(rollout__draft_head={"k": 3})
     learner = build_draft_head(recipe, policy)
     assert learner is not None
+    assert learner.weights == pytest.approx([1 / 1.96, 0.6 / 1.96, 0.36 / 1.96])
     head = learner.head.double()
     torch.nn.init.normal_(head.down)
     head.refresh(policy)
     sequences = update_cases.make_sequences(policy)
-    [packed] = pack(sequences, 1000, "cpu")
-    hidden = policy(packed.token_ids, PackedPlan(packed.lengths, "cpu"))[packed.hidden_index].detach()
+    sequences = [sequences[index] for index in sharing_order(sequences)]
+    states, tokens, places = [], [], []  # of each sequence alone: none of its tokens is shared
+    for number, one in enumerate(sequences):
+        alone = policy(torch.from_numpy(one.token_ids), PackedPlan([len(one.token_ids)], "cpu"))
+        states.append(alone[one.targets - 1].detach())
+        tokens.append(torch.from_numpy(one.token_ids[one.targets]))
+        places += [100 * number + target for target in one.targets.tolist()]
+    hidden, target_ids = torch.cat(states), torch.cat(tokens)
     for first in (0, 3):  # two micro-batches
         part = next(pack(sequences[first : first + 3], 1000, "cpu"))
-        learner.see(policy(part.token_ids, PackedPlan(part.lengths, "cpu"))[part.hidden_index], part)
+        assert len(part.token_ids) < sum(part.plan.lengths)
+        learner.see(policy(part.token_ids, part.plan)[part.hidden_index], part)
     texts = Texts(*map(torch.cat, zip(*learner._texts, strict=True)))
     learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in head.parameters()]
@@ -118,12 +126,13 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
     for row in range(0, len(hidden), 2):
         length = length_of(hidden[row : row + 1])
         state = hidden[row : row + 1] / length
-        for depth, weight in enumerate((1 / 1.96, 0.6 / 1.96, 0.36 / 1.96), 1):
-            if row + depth >= len(hidden) or packed.hidden_index[row + depth] != packed.hidden_index[row] + depth:
+        for depth, weight in enumerate(learner.weights, 1):
+            if row + depth >= len(hidden) or places[row + depth] != places[row] + depth:
                 break
-            state = head(state, head.embed(packed.target_ids[row + depth - 1 : row + depth]))
+            state = head(state, head.embed(target_ids[row + depth - 1 : row + depth]))
             logits = functional.linear(state * length, policy.head_weight.detach())[0] / update_cases.TEMPERATURE
             loss, num = loss + weight * functional.cross_entropy(logits, targets[row + depth]), num + 1
     loss.backward()  # type: ignore[no-untyped-call]
     assert num > 20
-    torch.testing.assert_close(found, [parameter.grad for parameter in head.parameters()])
+    expected = [parameter.grad for parameter in head.parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

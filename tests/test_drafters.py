@@ -1,5 +1,6 @@
 """What every drafter must do, then each of them on texts made by hand."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,22 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
     run(drafter, request(), TEXT)
     assert run(drafter, request((1, 3), purpose="eval"), TEXT) <= BY_CHANCE
     assert run(drafter, request((1, 3)), TEXT) > 0.5 * len(TEXT)
+
+
+def test_the_fork_of_the_docs_has_these_scores() -> None:
+    """The table of docs/speculation.md, "One fork, with its numbers"."""
+    drafter = SrtDrafter(SrtOptions(other_prompts=False))
+    drafter.knows_noise = False
+    start(drafter, {0: request()})
+    for text in ["6*7=42."] * 3 + ["6*7=48."] * 2 + ["9+31=40."] * 2 + ["8+33=41."]:
+        run(drafter, request(), list(text.encode()), slot=1)
+    observe(drafter, {0: list(b"6*7=4")})
+    (tree,) = propose(drafter, [0], 6)
+    nodes = zip(tree.parents.tolist(), tree.token_ids.tolist(), tree.scores.tolist(), strict=True)
+    scores = {chr(token): score for parent, token, score in nodes if parent == -1}
+    page = (Path(__file__).resolve().parent.parent / "docs" / "speculation.md").read_text(encoding="utf-8")
+    [row] = re.findall(r"^\| score \|(?: \|)* (.*) \|$", page, re.MULTILINE)
+    assert scores == pytest.approx(dict(zip("2801", map(float, row.split(" | ")), strict=True)))
 
 
 def test_srt_drafts_from_running_siblings_and_history_from_earlier_steps_only() -> None:

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from srtrl.recipe.schema import Recipe
 from srtrl.run.steps import checkpoint_name
 from srtrl.tasks.base import load_task
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TEXT = (DOCS / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+FILES = ("drafter", "entropic", "reversal")
+"""Examples of the page that are files of their own."""
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", "").splitlines()]
 
 
@@ -34,9 +38,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / block[0]
         path.parent.mkdir(exist_ok=True)
         path.write_text(block[1])
+    for name in FILES:
+        shutil.copy(DOCS / "examples" / f"{name}.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_fork"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("my_fork", *FILES)]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
@@ -61,7 +67,7 @@ def test_every_command_of_the_page_passes_the_checks(recipe_file: Path) -> None:
     trained = [command for command in COMMANDS if command.startswith("srtrl train")]
     assert len(trained) == 12
     for command in trained:
-        assert "my_fork." in dump_recipe(recipe_of(command, recipe_file)), command
+        assert re.search(rf"my_fork\.|(?:{'|'.join(FILES)}):", dump_recipe(recipe_of(command, recipe_file))), command
 
 
 def trained(recipe_file: Path, part: str, overrides: str = "train.num_steps=1") -> tuple[Path, list[MetricRow]]:
@@ -112,11 +118,9 @@ def test_a_coroutine_reward_is_awaited_and_a_token_level_advantage_is_learned_fr
 
 def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
     drafter = "rollout.draft_budget=3 train.num_steps=2"
-    _, rows = trained(recipe_file, "repeat", drafter)
+    _, rows = trained(recipe_file, "drafter=drafter:Drafter", drafter)
     assert 1.5 < rows[-1]["engine/verified_per_decode_step"] <= 4
-    _, expected = trained(
-        recipe_file, "repeat", f"{drafter} rollout.drafter=none rollout.drafter_options={{}} name=none"
-    )
+    _, expected = trained(recipe_file, "drafter=drafter:Drafter", f"{drafter} rollout.drafter=none name=none")
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 

@@ -8,6 +8,7 @@ from update_cases import make_policy, make_recipe, make_sequences
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs_reference
+from srtrl.rollout.packing import shared_tokens, sharing_order
 from srtrl.run.metrics import model_flops, time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
@@ -38,15 +39,18 @@ def test_products_are_those_that_torch_counts() -> None:
     for num_targets in (6, sum(LENGTHS)):
         assert model_flops(config, LENGTHS, num_targets=num_targets) == counted(num_targets) + attention
     assert model_flops(config, LENGTHS) == counted(sum(LENGTHS)) + attention, "by default every token's"
+    begun = model_flops(config, LENGTHS[2:], shared=[3])  # 3 of 8 tokens are computed elsewhere
+    assert begun == model_flops(config, LENGTHS[2:]) - model_flops(config, [3])
 
 
 def test_flops_of_an_update_are_those_of_its_epochs() -> None:
     policy = make_policy()
     sequences = make_sequences(policy)
     recipe = make_recipe(train__num_epochs=3)
-    lengths = [len(sequence.token_ids) for sequence in sequences]
+    sequences = [sequences[index] for index in sharing_order(sequences)]
+    lengths, shared = [len(sequence.token_ids) for sequence in sequences], shared_tokens(sequences)
     num_targets = sum(len(sequence.targets) for sequence in sequences)
-    once = model_flops(policy.config, lengths, num_targets=num_targets)
+    once = model_flops(policy.config, lengths, num_targets=num_targets, shared=shared)
     assert update_flops(recipe, policy.config, sequences) == pytest.approx(3 * once, rel=1e-12)
 
 

@@ -23,25 +23,31 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm())
 
 
+@pytest.mark.parametrize("shared", [[0, 0, 0, 0, 0], [0, 0, 1, 16, 63]], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "counts", "head_dim"),
     [(torch.bfloat16, (12, 2), 64), (torch.bfloat16, (8, 8), 128), (torch.float16, (16, 8), 128)],
     ids=str,
 )
-def test_packed_attention_equals_the_reference(dtype: torch.dtype, counts: tuple[int, int], head_dim: int) -> None:
+def test_packed_attention_equals_the_reference(
+    dtype: torch.dtype, counts: tuple[int, int], head_dim: int, shared: list[int]
+) -> None:
+    """Where a sequence has fewer queries than keys, the kernel aligns its causal mask at the end."""
     generator = torch.Generator().manual_seed(0)
-    num_tokens, (num_heads, num_kv_heads) = sum(LENGTHS), counts
+    num_tokens, (num_heads, num_kv_heads) = sum(LENGTHS) - sum(shared), counts
     qk = torch.randn(num_tokens, num_heads + num_kv_heads, head_dim, generator=generator)
     v = torch.randn(num_tokens, num_kv_heads, head_dim, generator=generator)
     slope = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(CUDA, dtype)
     leaves = [tensor.to(CUDA, dtype).requires_grad_() for tensor in (qk, v)]
     q, k = leaves[0].split_with_sizes(counts, dim=1)
-    plan = PackedPlan(LENGTHS, CUDA)
+    plan = PackedPlan(LENGTHS, CUDA, shared)
+    path = torch.cat(plan.paths).to(CUDA)
     found = plan.attend(0, q, k, leaves[1])
     gradients = torch.autograd.grad(found, leaves, slope)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact_q, exact_k = exact_leaves[0].split_with_sizes(counts, dim=1)
-    expected = packed_attention_reference(LENGTHS, exact_q, exact_k, exact_leaves[1])
+    keys, values = exact_k[path], exact_leaves[1][path]
+    expected = packed_attention_reference(LENGTHS, exact_q, keys, values, plan.num_added)
     exact_gradients = torch.autograd.grad(expected, exact_leaves, slope.double())
     assert found.dtype == dtype
     for mine, exact in zip((found, *gradients), (expected, *exact_gradients), strict=True):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from update_cases import make_policy, make_recipe, make_sequences
 
-from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.rollout.packing import PackedBatch, pack, sharing_order
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext
@@ -36,8 +35,7 @@ def optimizer_of(model: nn.Module, **changes: float) -> MasterAdamW:
 
 def micro_batch_loss(policy: Transformer, packed: PackedBatch) -> Tensor:
     """Any loss will do."""
-    plan = PackedPlan(packed.lengths, "cpu")
-    hidden = policy(packed.token_ids, plan)[packed.hidden_index]
+    hidden = policy(packed.token_ids, packed.plan)[packed.hidden_index]
     logprobs, _ = token_logprobs(hidden, policy.head_weight, packed.target_ids, temperature=0.8)
     return -(logprobs * packed.advantages).sum() / 30
 
@@ -96,6 +94,7 @@ def descend_by_hand(
 def test_weights_are_those_of_float32_masters_to_the_bit(dtype: torch.dtype, tied: bool, max_norm: float) -> None:
     """A float32 model is trained by plain AdamW; nothing but the time at which its state is made differs."""
     sequences = [replace(sequence, draw_index=0) for sequence in make_sequences(make_policy())]
+    sequences = [sequences[index] for index in sharing_order(sequences)]
     assert len(list(pack(sequences, BUDGET, "cpu"))) > 2
     ours, by_hand, before = (make_policy(dtype=dtype, tied=tied, scale=8) for _ in range(3))
     optimizer = build_optimizer(ours, learning_rate=RATE, **ADAMW)

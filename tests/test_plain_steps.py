@@ -11,6 +11,7 @@ from test_turns import converse, turn_options, turn_requests
 from tiny_run import make_recipe, train
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.batch import PromptPages, Sample
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.plain_steps import PlainSteps
@@ -34,7 +35,7 @@ def test_where_each_sample_has_a_slot_the_steps_are_those_of_a_rollout_without_d
     truth = decode(plain, requests_for())
     expected = plain.take_metrics()
     assert expected[WITHOUT] == expected[STEPS]
-    assert SAVED not in expected  # no cost of a step was measured
+    assert SAVED not in expected
     drafter = FakeDrafter(truth, accuracy=0.9)
     cost = StepCost(points=((1, 1.0), (2048, 1.0)))  # further rows are free
     engine = Engine(model, options(slots=16, prefill_chunk_tokens=chunk, draft_budget=8), drafter=drafter, cost=cost)
@@ -126,22 +127,34 @@ def test_run_aheads_are_a_price_and_steps_of_them_alone_do_not_count(model: Tran
 def test_with_fewer_slots_than_samples_the_next_sample_takes_the_slot_that_is_free_first() -> None:
     """Two slots; without drafts the stays of 6, 2, 3 and 1 tokens end at 6, 2, 5 and 6."""
 
-    class One:
-        is_background = False
-
-        def __init__(self, slot: int, rng_key: int) -> None:
-            self.slot, self.request = slot, replace(requests_for(PROMPTS[:1])[0], rng_key=rng_key)
+    def one(slot: int, rng_key: int) -> Sample:
+        request = replace(requests_for(PROMPTS[:1])[0], rng_key=rng_key)
+        return Sample(request, PromptPages(np.array([1], np.int32)), slot=slot)
 
     plain = PlainSteps(2)
-    plain.start([One(0, 0), One(1, 1)])  # type: ignore[list-item]
+    plain.start([one(0, 0), one(1, 1)])
     plain.add_step(np.array([0, 1]), np.array([6, 1]), 5)
     plain.end([0])
-    plain.start([One(0, 2)])  # type: ignore[list-item]
+    plain.start([one(0, 2)])
     plain.add_step(np.array([0, 1]), np.array([3, 1]), 2)
     plain.end([0, 1])
-    plain.start([One(1, 3)])  # type: ignore[list-item]
+    plain.start([one(1, 3)])
     plain.add_step(np.array([1]), np.array([1]), 0)
     plain.end([1])
-    cost = StepCost(points=((1, 1.0), (2048, 2048.0)))
-    assert plain.take(cost) == (6, (6 + 2 + 3 + 1) - (7 + 4 + 1))
-    assert plain.take(cost) == (0, 0)
+    assert plain.take()[0] == 6
+    assert plain.take()[0] == 0
+
+
+@pytest.mark.parametrize(("of_step", "of_row"), [(0.5, 0.0), (0.0, 0.25), (0.5, 0.25)])
+def test_seconds_are_those_of_a_step_and_of_a_row_that_fit_the_measured_steps(of_step: float, of_row: float) -> None:
+    """One sample of seven tokens: in steps of 1, 4 and 5 rows, without drafts in seven of one row."""
+    plain = PlainSteps(1)
+    for num_prompt_rows in (0, 30, 2):
+        plain.start([Sample(requests_for(PROMPTS[:1])[0], PromptPages(np.array([1], np.int32)), slot=0)])
+        for num_new, num_rows in ((1, 1), (4, 4), (2, 5)):
+            plain.add_step(np.array([0]), np.array([num_new]), num_rows - 1)
+            plain.add_seconds(num_rows, num_prompt_rows, of_step + of_row * num_rows + 0.1 * num_prompt_rows)
+        plain.end([0])
+        num_steps, saved = plain.take()
+        assert num_steps == 7
+        assert saved == pytest.approx(of_step * (7 - 3) + of_row * (7 - 10))

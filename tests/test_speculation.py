@@ -1,11 +1,11 @@
 """Speculation changes no token: every drafter against `none`, bit by bit, and against the exact distribution."""
 
-import re
+import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -177,11 +177,8 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
 
 
 def test_the_drafter_of_the_docs_saves_steps_and_changes_no_token() -> None:
-    page = Path(__file__).resolve().parent.parent / "docs" / "speculation.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(code, str(page), "exec"), names)
-    drafter = names["Drafter"]()
+    file = Path(__file__).resolve().parent.parent / "docs" / "examples" / "drafter.py"
+    drafter = runpy.run_path(str(file))["Drafter"]()
     policy, requests = tiny_policy(), requests_for(temperature=0.5)
     expected = outputs(decode(Engine(policy, options()), requests))
     engine = Engine(policy, options(num_pages=40), drafter=drafter)

@@ -435,7 +435,7 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
 def test_no_line_of_a_step_is_longer_than_78_characters_and_its_reward_is_smoothed() -> None:
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     progress = RunProgress(2000, console=Console(file=output, width=80))
-    text = "accuracy 43.1%  11.7x fewer steps, 100.3 s saved  113.7 s (25.9 s compiling)"
+    text = "accuracy 43.1%  11.7x fewer steps, ~100.3 s saved  113.7 s (25.9 s compiling)"
     for step in range(1, 101):
         progress.step(step, text, reward=step % 10, notice="word " * 50)
     output.seek(0)
@@ -476,7 +476,7 @@ def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
     assert describe_step({**metrics, "time/compile": 0.2}).endswith("28.7 s")
     assert describe_step(metrics) == "28.7 s"
     drafted = {"engine/decode_steps": 10, "engine/steps_without_drafts": 15, "engine/cache_hit_rate": 0.0}
-    for seconds, words in ((0.26, "0.3 s saved"), (-0.26, "0.3 s lost")):
+    for seconds, words in ((0.26, "~0.3 s saved"), (-0.26, "~0.3 s lost")):
         row = metrics | drafted | {"engine/saved_seconds": seconds, "accuracy": 0.25}
         assert describe_step(row) == f"accuracy 25.0%  1.5x fewer steps, {words}  28.7 s"
 

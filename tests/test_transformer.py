@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from update_cases import random_shares
 
-from srtrl.model.attention import PackedPlan, packed_attention_reference
+from srtrl.model.attention import Gather, PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
 from srtrl.model.weights import init_model, named_tensors
@@ -187,17 +188,36 @@ def test_activation_of_a_row_does_not_depend_on_the_batch(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     heads=st.sampled_from([(1, 1, 2), (2, 1, 5), (3, 3, 8), (6, 2, 8), (9, 3, 5)]),
     seed=st.integers(0, 99),
+    shares=st.booleans(),
 )
-def test_packed_attention_equals_the_reference(lengths: list[int], heads: tuple[int, int, int], seed: int) -> None:
+def test_packed_attention_equals_the_reference(
+    lengths: list[int], heads: tuple[int, int, int], seed: int, shares: bool
+) -> None:
+    """Of whole sequences, and of sequences that begin as the one before does."""
     num_heads, num_kv_heads, head_dim = heads
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(sum(lengths), sum(counts), head_dim, dtype=torch.float64, generator=generator)
+    shared = random_shares(lengths, seed) if shares else [0] * len(lengths)
+    plan = PackedPlan(lengths, "cpu", shared)
+    num_rows, path = sum(lengths) - sum(shared), torch.cat(plan.paths)
+    states = torch.randn(num_rows, sum(counts), head_dim, dtype=torch.float64, generator=generator)
     q, k, v, slope = (part.requires_grad_() for part in states.split_with_sizes(counts, dim=1))
-    plan = PackedPlan(lengths, "cpu")
     out = plan.attend(0, q, k, v)
-    expected = packed_attention_reference(lengths, q, k, v)
+    expected = packed_attention_reference(lengths, q, k[path], v[path], plan.num_added)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     gradients = torch.autograd.grad(out, (q, k, v), slope)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=0, atol=1e-11)
-    assert plan.positions.tolist() == [position for length in lengths for position in range(length)]
+    assert plan.positions[path].tolist() == [position for length in lengths for position in range(length)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_a_gathered_row_is_the_rounded_sum_over_its_uses(dtype: torch.dtype) -> None:
+    """A sum in bfloat16 would stop at 256, where adding a number below 1 changes nothing."""
+    rows = torch.randn(4, 2, 3, dtype=dtype, requires_grad=True)
+    index = torch.tensor([3, *[1] * 2000, 3, 0])
+    slopes = torch.rand(len(index), 2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = Gather(index, len(rows))(rows)
+    assert torch.equal(found, rows[index])
+    (gradient,) = torch.autograd.grad(found, rows, slopes)
+    expected = torch.zeros(rows.shape, dtype=torch.float64).index_add_(0, index, slopes.double())
+    torch.testing.assert_close(gradient.double(), expected, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=0)

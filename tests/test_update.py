@@ -21,12 +21,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_update import LOSSES, RATIO_CAP, REDUCTIONS, naive_batches, padded_step
 from torch import Tensor
-from update_cases import CALLS, RecordingSGD, flawed, make_policy, make_recipe, make_sequences, update
+from update_cases import (
+    CALLS,
+    RecordingSGD,
+    flawed,
+    make_policy,
+    make_recipe,
+    make_sequences,
+    naive_logprobs,
+    update,
+)
 
 from srtrl import build
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.rollout.packing import PackedBatch, pack, shared_tokens, sharing_order
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer.learner import mini_batches
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner, logprob_difference, response_logprobs
@@ -166,6 +175,58 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(loss: str, reduction: 
         assert distance(in_float32[-1], gradient) < 1e-5, "the weights alone are rounded by 6e-8"
 
 
+def sharing_sequences(policy: Transformer) -> list[TrainSequence]:
+    """Two draws of one prompt, one of another; samples that are equal, begin alike, begin another, or have turns."""
+    rng = np.random.default_rng(5)
+    text, other = rng.integers(19, size=(2, 9))
+    responses = [(0, text), (0, text), (0, text[:5]), (0, np.append(text[:3], other)), (0, text), (1, text), (1, other)]
+    responses += [(2, other), (2, np.append(other[:6], text))]
+    sequences = []
+    for index, (draw_index, response) in enumerate(responses):
+        prompt = [7, 8] if draw_index == 2 else [3, 1, 4, 1]
+        targets = np.arange(len(prompt), len(prompt) + len(response))
+        targets = targets if index < 4 else np.delete(targets, [2, 3])  # what an environment said
+        blank = np.zeros(len(targets), np.float32)
+        sequence = TrainSequence(
+            token_ids=np.concatenate((prompt, response)),
+            targets=targets,
+            draw_index=draw_index,
+            rollout_logprobs=blank,
+            advantages=rng.standard_normal(len(targets)).astype(np.float32),
+        )
+        noises = 0.5 * rng.standard_normal((2, len(targets)))
+        rollout, ref = ((noise + naive_logprobs(policy, sequence)).astype(np.float32) for noise in noises)
+        sequences.append(replace(sequence, rollout_logprobs=rollout, ref_logprobs=ref))
+    return sequences
+
+
+@pytest.mark.parametrize(
+    ("budget", "recomputes", "most_rows"), [(20, False, 0.75), (30, True, 0.65), (1000, False, 0.6)]
+)
+def test_what_samples_share_is_computed_once_with_the_gradient_of_all(
+    budget: int, recomputes: bool, most_rows: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float64, to 1e-12 of the padded batch's and of the layout that shares nothing."""
+    policy = make_policy(scale=SCALE)
+    sequences = sharing_sequences(policy)
+    recipe = recipe_of(3, {"loss": "gspo", "entropy_coefficient": 0.3}, budget)
+    expected, (gradient,) = padded_step(make_policy(scale=SCALE), sequences, recipe)
+    rows = []
+    for shared in (shared_tokens, lambda some: [0] * len(some)):
+        monkeypatch.setattr("srtrl.rollout.packing.shared_tokens", shared)
+        policy = make_policy(scale=SCALE)
+        policy.gradient_checkpointing = recomputes
+        optimizer = RecordingSGD(policy)
+        metrics = update(policy, optimizer, sequences, recipe)
+        assert distance(optimizer.gradients[0], gradient) < 1e-12
+        for name in ("loss", "kl/ref", "entropy"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-12)
+        assert metrics["tokens/update"] == sum(len(sequence.token_ids) for sequence in sequences)
+        rows.append(metrics["tokens/update_rows"])
+    assert rows[0] < most_rows * rows[1]
+    assert rows[1] == metrics["tokens/update"]
+
+
 # --- Whole steps ------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +322,7 @@ def recorded_packs(
 
     def recording(model: Transformer, packed: PackedBatch, *arguments: Any) -> tuple[Tensor, Tensor]:
         nonlocal num_computed
-        num_computed += len(packed.lengths)
+        num_computed += len(packed.plan.lengths)
         return response_logprobs(model, packed, *arguments)
 
     with monkeypatch.context() as context:
@@ -327,7 +388,7 @@ def test_a_users_metrics_are_logged_under_loss_and_count_as_zero_where_they_are_
     policy = make_policy()
     sequences = make_sequences(policy)
     recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_metrics", train__micro_batch_tokens=16)
-    packs = list(pack(sequences, 16, "cpu"))
+    packs = list(pack([sequences[index] for index in sharing_order(sequences)], 16, "cpu"))
     lengths = [len(packed.advantages) for packed in packs]
     metrics = update(policy, RecordingSGD(policy), sequences, recipe)
     assert metrics["loss/entropy"] == 3

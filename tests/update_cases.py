@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,11 @@ def make_sequences(
 ) -> list[TrainSequence]:
     """Random sequences; `rollout_logprobs` are the policy's, off by noise of this deviation, `ref_logprobs` by 0.5.
 
-    In every second one an environment has put in two tokens, in one or two places.
+    In every second one an environment has put in two tokens, in one or two places. Most begin as the one before does,
+    with prompt, response or wholly.
     """
     rng = np.random.default_rng(seed)
-    sequences = []
+    sequences: list[TrainSequence] = []
     for index in range(num_groups * NUM_SAMPLES):
         num_prompt, num_response = int(rng.integers(1, 6)), int(rng.integers(1, 10))
         blank = np.zeros(num_response, np.float32)
@@ -91,8 +93,13 @@ def make_sequences(
         num_places = 2 if index % 2 and num_response > 1 else 0
         places = np.sort(others.integers(1, max(2, num_response), size=num_places))
         is_inserted = np.insert(np.zeros(num_response, bool), places, True)
+        token_ids = np.insert(token_ids, num_prompt + places, others.integers(19, size=len(places)))
+        if sequences:
+            before = sequences[-1].token_ids
+            common = others.integers(min(len(before), len(token_ids)) + 1)
+            token_ids[:common] = before[:common]
         sequence = TrainSequence(
-            token_ids=np.insert(token_ids, num_prompt + places, others.integers(19, size=len(places))),
+            token_ids=token_ids,
             targets=num_prompt + np.flatnonzero(~is_inserted),
             draw_index=index // NUM_SAMPLES,
             rollout_logprobs=blank,
@@ -108,6 +115,12 @@ def make_sequences(
             )
         )
     return sequences
+
+
+def random_shares(lengths: Sequence[int], seed: int) -> list[int]:
+    """Tokens that each sequence shares with the one before it, for a `PackedPlan`: any number that is possible."""
+    rng = np.random.default_rng(seed)
+    return [0, *(int(rng.integers(min(before, length - 1) + 1)) for before, length in pairwise(lengths))]
 
 
 def update(

@@ -20,7 +20,7 @@ from srtrl.engine.plain_steps import PlainSteps
 from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
-from srtrl.engine.stats import EngineStats, StageClock, add_stats
+from srtrl.engine.stats import DRAFT_STAGES, EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -225,7 +225,7 @@ class Engine:
         finally:
             self._is_decoding = False
             self._give_up(list(self.scheduler.clear()))
-            self.stats.add_saved(*self.plain_steps.take(self.control.cost))
+            self.stats.add_saved(*self.plain_steps.take())
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -416,17 +416,20 @@ class Engine:
         """Count a step, and learn what it cost."""
         cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
         self.stats.add_step(step, trees, verified, clock, drafted=drafted)
-        # The rows of prompts are not like others: where they are many, nothing is learned from the step.
-        if 2 * num_prefill > num_rows or self.is_off or not self.runner.was_prepared:
+        if self.is_off or not self.runner.was_prepared:
             return
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
+        for_drafts = sum(clock.seconds.get(stage, 0.0) for stage in DRAFT_STAGES)
         seconds = clock.total
         if cost.is_fixed:  # the device's time is stated: the host's counts where it is not a part of the device's
             seconds = cost.seconds(num_rows + num_prefill)
             if self.runner.is_asynchronous:
                 seconds += clock.total - clock.seconds["wait"]
             else:
-                draft_seconds = 0.0
+                draft_seconds = for_drafts = 0.0
+        self.plain_steps.add_seconds(num_rows, num_prefill, seconds - for_drafts)
+        if 2 * num_prefill > num_rows:
+            return  # the rows of prompts are not like others: where they are many, the control learns nothing
         self.control.record(
             trees=trees,
             num_accepted=verified.num_new - 1,

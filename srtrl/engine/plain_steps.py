@@ -8,8 +8,10 @@ from heapq import heappop, heappush
 import numpy as np
 
 from srtrl.engine.batch import Sample
-from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.rows import Int64Array
+
+KEPT_WEIGHT = 0.9
+"""Weight of the measured steps of a rollout in the next one: enough steps to see a row's price in their noise."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class PlainSteps:
         """[slots], tokens of the open stay beyond one for each of its decode steps."""
         self._num_rows: list[int] = []
         """Of each step with drafts, those of the prompts left out: they are the same without."""
+        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
+        """Least squares of the measured seconds: sums of x x^T and of x seconds, x being (1, rows, rows of prompts)."""
 
     def start(self, samples: Iterable[Sample]) -> None:
         """These took their slots."""
@@ -64,10 +68,17 @@ class PlainSteps:
             stay = self._open.pop(slot)
             stay.num_steps = len(self._num_rows) - stay.begin + int(self._num_more[slot])
 
-    def take(self, cost: StepCost) -> tuple[int, float]:
+    def add_seconds(self, num_rows: int, num_prompt_rows: int, seconds: float) -> None:
+        """A step of these rows took this long, without what it spent on drafts."""
+        x = np.array([1.0, num_rows, num_prompt_rows])
+        self._products += np.outer(x, x)
+        self._sums += seconds * x
+
+    def take(self) -> tuple[int, float]:
         """At the end of a rollout: its steps without drafts, and the seconds by which its own steps took less.
 
-        The seconds are those of `cost`, for both; NaN while it knows none. Nothing is kept.
+        A step takes a + b x rows + c x rows of prompts, with drafts and without: least squares of the measured steps
+        give a, b and c, the older the less their weight. NaN while none was measured.
         """
         free, ready = [0] * self._num_slots, Counter[int]()
         changes = Counter[int]()
@@ -77,9 +88,15 @@ class PlainSteps:
             heappush(free, end)
             changes[start] += 1
             changes[end] -= 1
-        num_rows = np.cumsum([changes[step] for step in range(max(free))]).tolist()
+        num_rows = np.cumsum([changes[step] for step in range(max(free))])
         saved = float("nan")
-        if cost.is_known:
-            saved = sum(map(cost.seconds, num_rows)) - sum(map(cost.seconds, self._num_rows))
+        if self._products[0, 0]:
+            fit = np.linalg.lstsq(self._products, self._sums, rcond=None)[0]
+            of_step, of_row = np.maximum(fit[:2], 0.0).tolist()
+            saved = of_step * (len(num_rows) - len(self._num_rows)) + of_row * (
+                int(num_rows.sum()) - sum(self._num_rows)
+            )
+            self._products *= KEPT_WEIGHT
+            self._sums *= KEPT_WEIGHT
         self._stays, self._num_rows = [], []
         return len(num_rows), saved

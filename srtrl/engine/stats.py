@@ -28,6 +28,8 @@ STAGES = {
     "finish": "commit",
 }
 """The stages of a decode step in their order, and the metric `engine/<name>_seconds` in which each is counted."""
+DRAFT_STAGES = ("propose", "choose", "commit", "observe")
+"""Those that only drafts need."""
 STAGE_NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 
 
@@ -85,7 +87,7 @@ class EngineStats:
     num_plain_steps: int = 0
     """Decode steps of the same samples without drafts."""
     saved_seconds: float = 0.0
-    """By which decode steps took less than these, drafting not counted; NaN where no cost of a step is known."""
+    """By which decode steps took less than these, `DRAFT_STAGES` not counted; NaN where no step was measured."""
     seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(STAGES)))
     """By stage, in the order of `STAGES`."""
 
@@ -149,7 +151,7 @@ class EngineStats:
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
         if math.isfinite(self.saved_seconds):
-            draft_seconds = seconds["propose"] + seconds["choose"]
+            draft_seconds = sum(seconds[stage] for stage in DRAFT_STAGES)
             metrics["engine/saved_seconds"] = self.saved_seconds / num_ranks - draft_seconds
         if seconds["wait"]:
             metrics["engine/host_share"] = 1 - seconds["wait"] / sum(seconds.values())

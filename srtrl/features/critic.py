@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from srtrl.features.adapters import load_policy
-from srtrl.model.attention import AttentionPlan, PackedPlan
+from srtrl.model.attention import AttentionPlan, Gather
 from srtrl.model.files import full_disk_as_os_error, read_tensors
 from srtrl.model.folders import locate
 from srtrl.model.transformer import ModelConfig, Transformer
@@ -137,9 +137,8 @@ def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:
 
     The value of a response token is that of the state in which it is chosen: of all tokens before it.
     """
-    plan = PackedPlan(packed.lengths, packed.token_ids.device)
-    values: Tensor = model(packed.token_ids, plan)  # [T]
-    return values[packed.hidden_index]
+    values: Tensor = model(packed.token_ids, packed.plan)  # [T]
+    return Gather(packed.hidden_index, len(values))(values)
 
 
 def values_column(model: ValueModel) -> Column:

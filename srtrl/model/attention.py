@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -44,47 +45,105 @@ class AttentionPlan(Protocol):
 class PackedPlan:
     """Whole sequences end to end, each causal within itself; differentiable (the update).
 
+    A sequence may begin as the one before it does: the tokens that it shares are not there again, and it adds only the
+    rest. Its path has the packed row of each of its tokens. Queries are the rows that it adds, keys those of its path.
+    The gradient of a shared row is the sum over all sequences that share it: that of as many copies.
+
     On CUDA bfloat16 and float16 go through FlashAttention for packed sequences, without any padding
-    (`varlen_attention`). Elsewhere sequences of similar length go through one causal `scaled_dot_product_attention`
-    together, the shorter ones padded on the right, where causality alone keeps the padding out of what real tokens see.
+    (`varlen_attention`). Elsewhere sequences of similar size go through one `scaled_dot_product_attention` together,
+    the shorter ones padded on the right, where causality alone keeps the padding out of what real tokens see.
     What either way needs is made once, for all layers.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
-        """Plan sequences of `lengths` tokens, in this order in the packed tensors."""
+    def __init__(self, lengths: Sequence[int], device: torch.device | str, shared: Sequence[int] | None = None) -> None:
+        """Plan sequences of `lengths` tokens, in this order in the packed tensors.
+
+        Args:
+            lengths: Tokens of each sequence, with those that it shares.
+            device: Of the packed tensors.
+            shared: Tokens that each sequence shares with the one before it, fewer than its own; by default none.
+        """
+        shared = [0] * len(lengths) if shared is None else shared
         assert lengths, "no sequence"
-        assert min(lengths) > 0, "an empty sequence"
+        assert all(0 <= common < length for common, length in zip(shared, lengths, strict=True)), "nothing is added"
         self.lengths = tuple(lengths)
+        self.num_added = [length - common for length, common in zip(lengths, shared, strict=True)]
         self.num_positions = max(lengths)
         self.device = torch.device(device)
-        counts = torch.tensor(lengths)  # [B]
-        starts = counts.cumsum(0) - counts  # [B]
-        positions = torch.arange(sum(lengths)) - starts.repeat_interleave(counts)  # [T]
-        self.positions = copy_to_device(positions, device)
-        self.starts = copy_to_device(torch.tensor((*starts, sum(lengths)), dtype=torch.int32), device)
-        """Packed position of each sequence's first token, then T: [B + 1] int32."""
+        self.paths: list[Tensor] = []
+        """Of each sequence, [L] int64, on the host."""
+        rows = torch.arange(sum(self.num_added)).split_with_sizes(self.num_added)
+        for common, added in zip(shared, rows, strict=True):
+            self.paths.append(torch.cat((self.paths[-1][:common], added)) if common else added)
+        positions = [torch.arange(common, length) for common, length in zip(shared, lengths, strict=True)]
+        self.positions = copy_to_device(torch.cat(positions), device)
+        self.query_starts, self.key_starts = (
+            copy_to_device(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device)
+            for counts in (self.num_added, self.lengths)
+        )
+        """Of each sequence, in the packed rows and in the joined paths, then their number: [B + 1] int32."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each sequence; see `AttentionPlan.attend`."""
-        if v.device.type == "cuda" and v.dtype in HALF_DTYPES:
-            return varlen_attention(q, k, v, self.starts, self.num_positions)
-        return self._padded.attend(q, k, v)
+        if v.device.type != "cuda" or v.dtype not in HALF_DTYPES:
+            return self._padded.attend(q, k, v)
+        starts, longest = (self.query_starts, self.key_starts), (max(self.num_added), self.num_positions)
+        return varlen_attention(q, self._keys(k), self._keys(v), starts, longest)
+
+    @functools.cached_property
+    def _keys(self) -> "Gather":
+        return Gather(copy_to_device(torch.cat(self.paths), self.device), len(self.positions))
 
     @functools.cached_property
     def _padded(self) -> "PaddedBuckets":
         with torch.inference_mode(False):  # the plan may serve an update after a pass in inference mode
-            return PaddedBuckets(self.lengths, self.device)
+            return PaddedBuckets(self.paths, self.num_added, self.device)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+class Gather:
+    """`rows[index]`; the gradient of a row is the sum over its uses, in a fixed order, in float32 for half types.
+
+    That of torch's own indexing would be summed by atomics on CUDA, in the type of the rows.
+    """
+
+    def __init__(self, index: Tensor, num_rows: int) -> None:
+        """Prepare to take the rows `index`, int64, of `num_rows`."""
+        self.index = index
+        in_order, self.uses = index.sort(stable=True)
+        self.starts = torch.searchsorted(in_order, torch.arange(num_rows, device=index.device))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The chosen rows."""
+        return _Gather.apply(rows, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gather: Gather) -> Tensor:
+        ctx.gather = gather
+        return rows.index_select(0, gather.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        uses = gradient.reshape(len(gradient), -1)
+        sums = functional.embedding_bag(ctx.gather.uses, uses, ctx.gather.starts, mode="sum")
+        return sums.reshape(-1, *gradient.shape[1:]), None
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
+) -> Tensor:
     """Causal FlashAttention within each packed sequence, with scale E**-0.5; differentiable.
+
+    A sequence may have fewer queries than keys: those of its last tokens.
 
     Args:
         q: [T, H, E], bfloat16 or float16, like `k` and `v`.
-        k: [T, K, E].
-        v: [T, K, E].
-        starts: packed position of each sequence's first token, then T: [B + 1] int32, on the device.
-        longest: tokens of the longest sequence.
+        k: [S, K, E].
+        v: [S, K, E].
+        starts: where each sequence's queries and its keys begin, then their number: [B + 1] int32 each, on the device.
+        longest: maximum number of queries and of keys of a sequence.
 
     Returns:
         [T, H, E], in the dtype of `v`.
@@ -96,9 +155,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
 
     check_packed_attention(v.device, v.dtype, v.shape[-1])
     if not _takes_shared_heads(varlen.varlen_attn):
-        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [T, H, E]
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [S, H, E]
     options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
-    out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **options)
+    out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=(-1, 0), **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -143,34 +202,45 @@ def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 class PaddedBuckets:
     """Packed sequences laid out in a few padded batches; gathers lay the tokens out and back."""
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        counts = torch.tensor(lengths)  # [B]
-        starts = counts.cumsum(0) - counts  # [B]
-        buckets = bucket_by_length(lengths)
-        self._shapes = [(len(bucket), lengths[bucket[0]]) for bucket in buckets]
-        """(B, L) of each bucket."""
-        self._sizes = [count * width for count, width in self._shapes]
-        rows, real = [], []
-        for bucket in buckets:
-            steps, last = torch.arange(lengths[bucket[0]]), counts[bucket, None] - 1  # [L], [B, 1]
-            rows.append((starts[bucket, None] + torch.minimum(steps, last)).flatten())  # padding repeats the last token
-            real.append((steps <= last).flatten())
-        to_padded, is_real = torch.cat(rows), torch.cat(real)  # [P]
-        to_packed = torch.empty(sum(lengths), dtype=torch.int64)
-        to_packed[to_padded[is_real]] = is_real.nonzero().squeeze(1)
-        self._to_padded = copy_to_device(to_padded, device)  # [P]: packed row of each padded row
-        self._to_packed = copy_to_device(to_packed, device)  # [T]: padded row of each packed row
+    def __init__(self, paths: Sequence[Tensor], num_added: Sequence[int], device: torch.device) -> None:
+        counts, added = torch.tensor([len(path) for path in paths]), torch.tensor(num_added)  # [B]
+        starts, path = counts.cumsum(0) - counts, torch.cat(list(paths))  # [B], [S]
+        self._counts: list[int] = []  # B of each bucket
+        self._masks: list[Tensor | None] = []  # [B, 1, Q, L]; None: plain causality
+        queries, keys, real = [], [], []
+        for run in bucket_by_length(num_added):
+            for places in bucket_by_length([len(paths[index]) for index in run]):
+                bucket = torch.tensor(run)[places, None]  # [B, 1]
+                first, last = (counts - added)[bucket], counts[bucket] - 1
+                steps = first + torch.arange(int(added[bucket].max()))  # [B, Q]
+                real.append((steps <= last).flatten())
+                steps, key_steps = torch.minimum(steps, last), torch.arange(int(last.max()) + 1)  # [B, Q], [L]
+                queries.append(path[starts[bucket] + steps].flatten())  # padding repeats the last token
+                keys.append(path[starts[bucket] + torch.minimum(key_steps, last)].flatten())
+                mask = (key_steps <= steps[..., None])[:, None] if first.any() else None
+                self._masks.append(None if mask is None else copy_to_device(mask, device))
+                self._counts.append(len(bucket))
+        self._sizes = [[len(rows) for rows in buckets] for buckets in (queries, keys, keys)]
+        num_rows = int(added.sum())
+        is_real = torch.cat(real)  # [P]
+        to_packed = torch.empty(num_rows, dtype=torch.int64)
+        to_packed[torch.cat(queries)[is_real]] = is_real.nonzero().squeeze(1)
+        self._queries, self._keys = (  # packed row of each padded query, of each padded key
+            Gather(copy_to_device(torch.cat(rows), device), num_rows) for rows in (queries, keys)
+        )
+        self._to_packed = copy_to_device(to_packed, device)  # [T]: padded query of each packed row
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of q [T, H, E] over k and v [T, K, E]: [T, H, E]."""
-        padded = (heads.index_select(0, self._to_padded) for heads in (q, k, v))  # [P, H | K, E]
+        padded = zip((self._queries(q), self._keys(k), self._keys(v)), self._sizes, strict=True)  # [P, ., E]
+        buckets = [heads.split_with_sizes(sizes) for heads, sizes in padded]
         outputs = []
-        for shape, *blocks in zip(
-            self._shapes, *(heads.split_with_sizes(self._sizes) for heads in padded), strict=True
-        ):
-            q_block, k_block, v_block = (block.unflatten(0, shape).transpose(1, 2) for block in blocks)  # [B, ., L, E]
-            out = functional.scaled_dot_product_attention(q_block, k_block, v_block, is_causal=True, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B L, H, E]
+        for count, mask, *blocks in zip(self._counts, self._masks, *buckets, strict=True):
+            q_block, k_block, v_block = (block.unflatten(0, (count, -1)).transpose(1, 2) for block in blocks)
+            out = functional.scaled_dot_product_attention(
+                q_block, k_block, v_block, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )  # [B, H, Q, E]
+            outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B Q, H, E]
         return torch.cat(outputs).index_select(0, self._to_packed)
 
 
@@ -190,17 +260,22 @@ def bucket_by_length(lengths: Sequence[int], shortest_share: float = 0.875) -> l
     return buckets
 
 
-def packed_attention_reference(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The result of `PackedPlan.attend`, written out: a sequence and an explicit softmax at a time.
+def packed_attention_reference(
+    lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, num_queries: Sequence[int] | None = None
+) -> Tensor:
+    """Causal attention within each sequence, written out: a sequence and an explicit softmax at a time.
 
-    q [T, H, E], k and v [T, K, E] -> [T, H, E].
+    q [T, H, E], k and v [S, K, E] -> [T, H, E]. The queries of a sequence are its last `num_queries` tokens, by default
+    all `lengths`.
     """
     num_shared = q.shape[1] // k.shape[1]  # query heads on one key-value head
     outputs = []
-    for q_one, k_one, v_one in zip(*(heads.split_with_sizes(list(lengths)) for heads in (q, k, v)), strict=True):
+    counts = (list(num_queries or lengths), list(lengths), list(lengths))
+    parts = (heads.split_with_sizes(sizes) for heads, sizes in zip((q, k, v), counts, strict=True))
+    for q_one, k_one, v_one in zip(*parts, strict=True):
         keys, values = (heads.repeat_interleave(num_shared, dim=1) for heads in (k_one, v_one))  # [L, H, E]
-        scores = torch.einsum("ihe,jhe->hij", q_one, keys) * q.shape[-1] ** -0.5  # [H, L, L]
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = torch.einsum("ihe,jhe->hij", q_one, keys) * q.shape[-1] ** -0.5  # [H, Q, L]
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + len(keys) - len(q_one))
         weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
         outputs.append(torch.einsum("hij,jhe->ihe", weights, values))
     return torch.cat(outputs)

@@ -156,7 +156,7 @@ class TrainSection(Section):
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Token budget of one forward and backward pass; it changes memory and speed, not the gradient."""
+    """Token budget of one forward and backward pass (shared tokens count once): memory and speed, not the gradient."""
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     """Share of weights, gradients and optimizer state on each of several ranks: all of them, or (`fsdp2`) its part.
 

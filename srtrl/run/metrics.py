@@ -102,18 +102,20 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def model_flops(config: ModelConfig, lengths: Sequence[int], *, num_targets: int | None = None) -> float:
+def model_flops(
+    config: ModelConfig, lengths: Sequence[int], *, num_targets: int | None = None, shared: Sequence[int] = ()
+) -> float:
     """Operations of one forward and backward pass over sequences of these lengths, packed without padding.
 
     A matrix product of [m, k] and [k, n] is 2 m k n operations, and its backward pass two such products:
 
-        forward  = 2 N T + 2 V D R + layers x 4 H E x sum of L (L + 1) / 2
+        forward  = 2 N T + 2 V D R + layers x 4 H E x sum of (L (L + 1) - C (C + 1)) / 2
         in all   = 3 x forward
 
-    with N weights of the layers' matrices, T tokens, R tokens whose logits are computed, L tokens of a sequence. The
-    last term is attention: q k' and weights x v over the keys that causality leaves. Norms, rotary embedding and
-    softmax are left out, and so is what `model.gradient_checkpointing` computes twice: this is what the model needs
-    ("model FLOPs"), not what was done.
+    with N weights of the layers' matrices, R tokens whose logits are computed, L tokens of a sequence, of which C are
+    computed in another, and T the sum of L - C. The last term is attention: q k' and weights x v over the keys that
+    causality leaves. Norms, rotary embedding and softmax are left out, and so is what `model.gradient_checkpointing`
+    computes twice: this is what the model needs ("model FLOPs"), not what was done.
 
     Chowdhery et al., "PaLM" (2022), appendix B, which counts L x L of attention, masked half included, and the head for
     every token.
@@ -122,14 +124,16 @@ def model_flops(config: ModelConfig, lengths: Sequence[int], *, num_targets: int
         config: shape of the model.
         lengths: tokens of each sequence.
         num_targets: response tokens, for which alone the update computes logits; by default all tokens. 0 for a critic.
+        shared: C of each sequence; by default 0.
     """
-    num_tokens = sum(lengths)
+    num_tokens = sum(lengths) - sum(shared)
     num_targets = num_tokens if num_targets is None else num_targets
     width, attention_width = config.hidden_size, config.num_attention_heads * config.head_dim
     layer_weights = width * (attention_width + 2 * config.num_key_value_heads * config.head_dim)  # q, k, v
     layer_weights += attention_width * width  # output
     layer_weights += 3 * width * config.intermediate_size  # gate, up, down
     num_pairs = sum(length * (length + 1) // 2 for length in lengths)  # (token, token it sees)
+    num_pairs -= sum(common * (common + 1) // 2 for common in shared)
     forward = 2 * config.num_hidden_layers * layer_weights * num_tokens
     forward += 2 * config.vocab_size * width * num_targets
     forward += 4 * config.num_hidden_layers * attention_width * num_pairs
@@ -137,11 +141,15 @@ def model_flops(config: ModelConfig, lengths: Sequence[int], *, num_targets: int
 
 
 def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
-    """Operations of a policy update on these sequences, in all epochs."""
+    """Operations of a policy update on these sequences, in all epochs; what the samples of a draw share counts once."""
+    from srtrl.rollout.packing import shared_tokens, sharing_order
+
+    sequences = [sequences[index] for index in sharing_order(sequences)]
     flops = model_flops(
         config,
         [len(sequence.token_ids) for sequence in sequences],
         num_targets=sum(len(sequence.rollout_logprobs) for sequence in sequences),
+        shared=shared_tokens(sequences),
     )
     return recipe.train.num_epochs * flops
 
@@ -268,10 +276,10 @@ class Saved(NamedTuple):
     num_plain: int
     """The same without drafts."""
     seconds: float | None
-    """None where the cost of a decode step is not known."""
+    """None where no decode step was measured."""
 
     def __str__(self) -> str:
-        """How many times fewer, and the seconds: `1.4x fewer steps, 1.2 s lost`."""
+        """How many times fewer, and the seconds: `1.4x fewer steps, ~1.2 s lost`."""
         return ", ".join(part for part in (self.ratio, self.time) if part)
 
     @property
@@ -281,8 +289,8 @@ class Saved(NamedTuple):
 
     @property
     def time(self) -> str:
-        """The seconds; nothing where they are not known."""
-        return "" if self.seconds is None else f"{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
+        """The seconds, an estimate; nothing where they are not known."""
+        return "" if self.seconds is None else f"~{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
 
 
 def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import UpdatePlan
-from srtrl.rollout.packing import PackedBatch
+from srtrl.rollout.packing import PackedBatch, sharing_order
 from srtrl.run.checkpoint import OPTIMIZER
 from srtrl.trainer.optimizer import MasterAdamW, learning_rate_at
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, shared_passes, sum_gradients
 from srtrl.types import TrainSequence
 
-LOSS = "loss"
-"""Name of the loss among the sums of a micro-batch."""
+LOSS, ROWS = "loss", "rows"
+"""Names of the loss and of the computed rows among the sums of a micro-batch."""
 
 
 class PassObserver(Protocol):
@@ -75,6 +75,8 @@ class Learner:
         self.model = model
         self.optimizer = optimizer
         self.updates = updates
+        self.num_rows = 0
+        """Computed by the passes of the last `learn`, of all ranks: common beginnings of a micro-batch count once."""
 
     def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's share of the loss of its mini-batch, with gradient, and metrics with one number per token.
@@ -128,7 +130,9 @@ class Learner:
             ValueError: a sequence exceeds the micro-batch.
         """
         assert sequences, "no sequences: the caller skips the update where there is nothing to learn from"
+        sequences = [sequences[index] for index in sharing_order(sequences)]
         self.before_update(sequences, context)
+        self.num_rows = 0
         losses, grad_norms, learning_rate = [], [], math.nan
         sums: list[dict[str, Tensor]] = []  # of the metrics of each micro-batch, float64
         num_tokens = 0
@@ -146,8 +150,10 @@ class Learner:
                         share, metrics = self.loss(packed, sequence_lengths)
                         (packed.weight * share).backward()  # type: ignore[no-untyped-call]
                         totals = {key: values.detach().sum(dtype=torch.float64) for key, values in metrics.items()}
-                        passes.results[packed.first_sequence] = {LOSS: share.detach().double(), **totals}
+                        counted = {LOSS: share.detach().double(), ROWS: torch.tensor(len(packed.token_ids))}
+                        passes.results[packed.first_sequence] = counted | totals
                 loss = torch.stack([part.pop(LOSS) for part in passes.all_results]).sum()
+                self.num_rows += sum(int(part.pop(ROWS)) for part in passes.all_results)
                 sums += passes.all_results
                 num_tokens += int(lengths[: len(computed)].sum())
                 self.before_step(computed, context, place)

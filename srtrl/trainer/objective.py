@@ -14,7 +14,7 @@ from torch import Tensor
 from srtrl import ranks
 from srtrl.algorithms.losses import truncated_weights
 from srtrl.algorithms.reductions import k3
-from srtrl.model.attention import PackedPlan
+from srtrl.model.attention import Gather
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.sharding import resharded
@@ -123,9 +123,10 @@ class PolicyLearner(Learner):
             self.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
 
     def after_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
-        """`logprob_difference/mean`, `/max`, `/kl`; `tokens/update`; metrics of optimizer and observers.
+        """`logprob_difference/mean`, `/max`, `/kl`; `tokens/update`, `_rows`; metrics of optimizer and observers.
 
-        `tokens/update` are those of all epochs, with prompts, without the sequences that need no pass.
+        `tokens/update` are those of all epochs, with prompts, without the sequences that need no pass;
+        `tokens/update_rows` are what was computed for them.
 
         Raises:
             NonFiniteError: the loss of an observer is not finite; the policy has learned.
@@ -135,7 +136,8 @@ class PolicyLearner(Learner):
             metrics |= observer.end_update(sequences, f"step {context.step}")
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences if self.needs_pass(sequence))
         metrics |= self.difference | self.optimizer.metrics()
-        return {**metrics, "tokens/update": context.recipe.train.num_epochs * num_tokens}
+        metrics["tokens/update"] = context.recipe.train.num_epochs * num_tokens
+        return {**metrics, "tokens/update_rows": self.num_rows}
 
     def resharded(self) -> AbstractContextManager[None]:
         """See `Learner`; the decoder needs the whole model."""
@@ -181,8 +183,8 @@ def response_logprobs(
 
     `observers` see the hidden states.
     """
-    plan = PackedPlan(packed.lengths, packed.token_ids.device)
-    hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
+    hidden = model(packed.token_ids, packed.plan)  # [T, D]
+    hidden = Gather(packed.hidden_index, len(hidden))(hidden)  # [R, D]
     for observer in observers:
         observer.see(hidden, packed)
     return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from srtrl import ranks
 from srtrl.ranks.sharding import is_sharded
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.rollout.packing import PackedBatch, pack, sharing_order
 from srtrl.types import TrainSequence
 
 
@@ -107,18 +107,20 @@ def fill(column: Column, sequences: Sequence[TrainSequence], context: UpdateCont
         NonFiniteError: a number is not finite.
         ValueError: as `shared_passes`, like its other errors.
     """
-    with torch.no_grad(), column.around(), shared_passes(column.model, sequences, context, column.stage) as passes:
+    order = sharing_order(sequences)
+    in_order = [sequences[index] for index in order]
+    with torch.no_grad(), column.around(), shared_passes(column.model, in_order, context, column.stage) as passes:
         for packed in passes.micro_batches:
             passes.results[packed.first_sequence] = {column.field: column.forward(packed)}
-    numbers = torch.cat([part[column.field] for part in passes.all_results]).float().cpu().numpy()  # [R], all sequences
+    numbers = torch.cat([part[column.field] for part in passes.all_results]).float().cpu().numpy()  # [R], all in order
     if not np.isfinite(numbers).all():
         raise NonFiniteError(
             f"step {context.step}: {column.field} has a number that is not finite; no weights of this step were changed"
         )
-    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
+    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in in_order])
     assert len(numbers) == ends[-1]
-    filled: list[dict[str, Any]] = [{column.field: part} for part in np.split(numbers, ends[:-1])]
-    return [replace(sequence, **changes) for sequence, changes in zip(sequences, filled, strict=True)]
+    parts: dict[int, Any] = dict(zip(order, np.split(numbers, ends[:-1]), strict=True))
+    return [replace(sequence, **{column.field: parts[index]}) for index, sequence in enumerate(sequences)]
 
 
 def sum_gradients(model: nn.Module, holders: Sequence[Tensor]) -> None:
