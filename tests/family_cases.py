@@ -28,7 +28,7 @@ MINISTRAL_ROPE |= {"original_max_position_embeddings": 40, "mscale": 1.0, "mscal
 MINISTRAL_ROPE |= {"llama_4_scaling_beta": 0.1}
 LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
-WINDOW = 40
+WINDOW = 9
 LAYERS_OF_WINDOWS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 GRANITE = {"attention_multiplier": 0.0155, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 4}
@@ -179,6 +179,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32768,
         "use_sliding_window": False,
         **CODE,
+    },
+    "Qwen2 with windows": {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "max_window_layers": 2,
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
     },
     "Qwen2.5 with YaRN": {"model_type": "qwen2", "rope_scaling": YARN | {"type": "yarn"}, "rope_theta": 1e6},
     "Qwen3 with YaRN": {

@@ -33,7 +33,7 @@ class RowPlan:
         self.positions = positions
         self.num_positions = int(positions.max()) + 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         num_shared = q.shape[1] // k.shape[1]
         return q + k.repeat_interleave(num_shared, 1) * v.repeat_interleave(num_shared, 1) * (layer + 1)
 
@@ -186,12 +186,13 @@ def test_activation_of_a_row_does_not_depend_on_the_batch(
 @settings(deadline=None)  # the machine may be busy
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    window=st.none() | st.integers(1, 45),
     heads=st.sampled_from([(1, 1, 2), (2, 1, 5), (3, 3, 8), (6, 2, 8), (9, 3, 5)]),
     seed=st.integers(0, 99),
     shares=st.booleans(),
 )
 def test_packed_attention_equals_the_reference(
-    lengths: list[int], heads: tuple[int, int, int], seed: int, shares: bool
+    lengths: list[int], heads: tuple[int, int, int], window: int | None, seed: int, shares: bool
 ) -> None:
     """Of whole sequences, and of sequences that begin as the one before does."""
     num_heads, num_kv_heads, head_dim = heads
@@ -202,8 +203,8 @@ def test_packed_attention_equals_the_reference(
     num_rows, path = sum(lengths) - sum(shared), torch.cat(plan.paths)
     states = torch.randn(num_rows, sum(counts), head_dim, dtype=torch.float64, generator=generator)
     q, k, v, slope = (part.requires_grad_() for part in states.split_with_sizes(counts, dim=1))
-    out = plan.attend(0, q, k, v)
-    expected = packed_attention_reference(lengths, q, k[path], v[path], plan.num_added)
+    out = plan.attend(0, q, k, v, window)
+    expected = packed_attention_reference(lengths, q, k[path], v[path], plan.num_added, window)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     gradients = torch.autograd.grad(out, (q, k, v), slope)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=0, atol=1e-11)

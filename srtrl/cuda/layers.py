@@ -73,7 +73,13 @@ def fused_forward(
         q = rope_and_store(
             qkv, table, rows.positions, rows.kv_indices, keys, values, norms, eps, layer.rotary_dim, style
         )
-        attend_tree(q, keys, values, rows, attended, scratch=scratch, block_m=block_m, num_splits=num_splits)
+        attend_tree(
+            *(q, keys, values, rows, attended),
+            scratch=scratch,
+            block_m=block_m,
+            num_splits=num_splits,
+            window=layer.window,
+        )
         update = layer.o_proj(attended.flatten(1))
         if layer.attention_out_norm is not None:
             update = add_rms_norm(update, None, layer.attention_out_norm, eps, style)

@@ -107,9 +107,19 @@ class CudaRunner(Runner):
     is_asynchronous = True
 
     def __init__(self, policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> None:
-        """`max_sequence_tokens`: longest prompt and response together."""
+        """`max_sequence_tokens`: longest prompt and response together.
+
+        Raises:
+            ValueError: A window of the model is no longer than a draft tree may be deep.
+        """
         super().__init__(policy, options, token_major=True)
         config, device = policy.config, policy.device
+        windows = [kind.window for kind in config.layers if kind.window is not None]
+        if min(windows, default=2**31) <= options.max_draft_nodes:
+            raise ValueError(
+                f"this model's window of {min(windows)} tokens must exceed the {options.max_draft_nodes} nodes that a "
+                "draft tree may have on CUDA"
+            )
         is_cuda = device.type == "cuda"
         limits = H200  # on a CPU: tests see the launches of a real device
         if is_cuda:

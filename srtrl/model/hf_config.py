@@ -204,8 +204,11 @@ def _layers(config: Any, family: _Family, head_dim: int) -> tuple[LayerKind, ...
     """The kind of each layer."""
     layer_types = _layer_types(config)
     ropes = {layer_type: _rope(config, layer_type, head_dim) for layer_type in set(layer_types)}
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    if (windows["sliding_attention"] or 0) >= config.max_position_embeddings:
+        windows["sliding_attention"] = None
     return tuple(
-        LayerKind(ropes[layer_type] if rotates else RopeConfig())
+        LayerKind(ropes[layer_type] if rotates else RopeConfig(), windows[layer_type])
         for layer_type, rotates in zip(layer_types, family.rotates(config), strict=True)
     )
 
@@ -230,8 +233,6 @@ def _longest(config: Any) -> int:
     limits = [config.max_position_embeddings]
     if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):  # later queries are scaled
         limits.append(rope["original_max_position_embeddings"])
-    if "sliding_attention" in _layer_types(config):
-        limits.append(config.sliding_window)
     return int(min(limits))
 
 

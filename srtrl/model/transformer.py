@@ -36,6 +36,8 @@ class LayerKind(NamedTuple):
     """What differs between the layers of a model."""
 
     rope: RopeConfig
+    window: int | None = None
+    """Positions that a token sees, its own included; None: all before it."""
 
 
 class Style(NamedTuple):
@@ -80,7 +82,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     layers: tuple[LayerKind, ...] = field(repr=False)
-    """The kind of each layer; where there are more layers, they are repeated."""
+    """Kinds of the layers in their order, repeated where there are more layers."""
     style: Style = LLAMA
     tie_word_embeddings: bool = False
     qkv_bias: bool
@@ -93,6 +95,11 @@ class ModelConfig:
     """The Hugging Face config this was read from; written back by `save_model`."""
     hf_generation_config: dict[str, Any] | None = field(default=None, repr=False, compare=False)
     """The `generation_config.json` beside it, where there is one; written back likewise."""
+
+    @property
+    def layer_kinds(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        return [self.layers[index % len(self.layers)] for index in range(self.num_hidden_layers)]
 
     @property
     def rotary_dim(self) -> int:
@@ -194,8 +201,11 @@ class Linear(nn.Linear):
 class Layer(nn.Module):
     """One decoder layer: attention and gated MLP, each with norms before it, after it or both, and added."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, window: int | None = None
+    ) -> None:
         super().__init__()
+        self.window = window
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -228,7 +238,7 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
         """One layer of the residual stream: [T, D] -> [T, D]."""
         q, k, v = self._attention_inputs(self._normed(hidden, self.attention_norm), cosines, sines)
-        attended = self.o_proj(plan.attend(layer, q, k, v).flatten(1))
+        attended = self.o_proj(plan.attend(layer, q, k, v, self.window).flatten(1))
         hidden = hidden + self._update(attended, self.attention_out_norm)
         gate, up = self.gate_up_proj(self._normed(hidden, self.mlp_norm)).chunk(2, dim=-1)
         return hidden + self._update(self.down_proj(activate(gate, self.style.activation) * up), self.mlp_out_norm)
@@ -268,12 +278,12 @@ class Transformer(nn.Module):
         self.gradient_checkpointing = False
         """Recompute each layer in the backward pass instead of keeping its activations."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
-        self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_hidden_layers))
+        kinds = config.layer_kinds
+        self.layers = nn.ModuleList(Layer(config, dtype, device, kind.window) for kind in kinds)
         self.final_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
         self.head = None if config.tie_word_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         ropes = list(dict.fromkeys(kind.rope for kind in config.layers))
         self.rotary = [RotaryTable(rope, config.head_dim, config.style) for rope in ropes]
-        kinds = [config.layers[index % len(config.layers)] for index in range(config.num_hidden_layers)]
         self.layer_rotary = [ropes.index(kind.rope) for kind in kinds]
         """Index into `rotary` of each layer."""
         self.embedding_scale = torch.tensor(config.style.embedding_scale, dtype=dtype, device="cpu").item()
