@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from srtrl.api import generate, load_recipe, train
+    from srtrl.tasks.reward_input import batched, isolated
 
-__all__ = ["__version__", "generate", "load_recipe", "train"]
+__all__ = ["__version__", "batched", "generate", "isolated", "load_recipe", "train"]
 __version__ = "0.1.0"
 
 # OpenMP's threads wait for each other by spinning, by default for milliseconds: one more busy process on a machine of
@@ -21,7 +22,9 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
 
 
 def __getattr__(name: str) -> Any:
-    """`load_recipe`, `train` and `generate`, imported when they are used: `srtrl --help` waits for no torch."""
+    """What is in `__all__`, imported when it is used: `srtrl --help` waits for no torch."""
     if name in ("generate", "load_recipe", "train"):
         return getattr(importlib.import_module("srtrl.api"), name)
+    if name in ("batched", "isolated"):
+        return getattr(importlib.import_module("srtrl.tasks.reward_input"), name)
     raise AttributeError(f"module `srtrl` has no attribute `{name}`")

@@ -1,5 +1,6 @@
 """Checks of a recipe before any weight is loaded: names, signatures, options of tasks and losses, local paths."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -210,6 +211,9 @@ def _check_advantage(recipe: Recipe) -> None:
     if is_token_level(function) and algorithm.loss == "gspo":
         message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
         problems.append(Problem("algorithm.loss", message))
+    if not is_token_level(function) and {"values", "mask"} & inspect.signature(function).parameters.keys():
+        message = f"{name} takes values or a mask, as advantages of tokens do: put `@token_level` of"
+        problems.append(Problem("algorithm.advantage", f"{message} srtrl.algorithms.advantages before it"))
     if needs_values(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
     if recipe.critic is not None and not needs_values(function):

@@ -11,9 +11,8 @@ from rank_cases import CONTEXT
 
 from srtrl.build import run_training
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import collect_rollouts
 from srtrl.run import checkpoint
-from srtrl.trainer import sampling
+from srtrl.trainer.sampling import RolloutContext
 from srtrl.trainer.trainer import Trainer
 
 Prepare = Callable[[], None]
@@ -43,20 +42,22 @@ def die_at_call(owner: Any, name: str, number: int, *, after: bool = False) -> N
 
 def kill_in_rollout(step: int, num_done: int) -> None:
     """In the rollout of this step, when this many samples are done and graded; others are half decoded."""
+    make_collector = RolloutContext.collector
     num_rollouts = 0
 
-    def collect(engine: Any, collector: Any, draws: Any) -> Any:
+    def make(context: Any, purpose: Any, *arguments: Any) -> Any:
         nonlocal num_rollouts
-        num_rollouts += collector.purpose == "train"
+        num_rollouts += purpose == "train"
 
         def on_progress(done: int, _: int) -> None:
             if num_rollouts == step and done >= num_done:
                 die()
 
+        collector = make_collector(context, purpose, *arguments)
         collector.on_progress = on_progress
-        return collect_rollouts(engine, collector, draws)
+        return collector
 
-    setattr(sampling, "collect_rollouts", collect)  # noqa: B010
+    setattr(RolloutContext, "collector", make)  # noqa: B010
 
 
 def kill_in_update(step: int, num_optimizer_steps: int) -> None:

@@ -225,7 +225,7 @@ rewards.0.weight=2 => rewards: should be a valid list, found {"0": {"weight": 2}
 algorithm.advantage=gae => algorithm.advantage: gae needs a critic: add a section `critic: {}`
 critic={} => critic: algorithm.advantage group_relative uses no critic
 algorithm.advantage=flawed:wrong_tokens => flawed:wrong_tokens(rewards)
-algorithm.advantage=flawed:unmarked_tokens => missing a required argument: 'values'
+algorithm.advantage=flawed:unmarked_tokens => algorithm.advantage: flawed:unmarked_tokens takes values or a mask
 algorithm.advantage=flawed:tokens algorithm.loss=gspo => algorithm.loss: gspo needs one advantage per response
 algorithm.loss=flawed:needy_loss => cannot be called with (4 arguments, clip_low=..., clip_high=
 algorithm.loss=dual_clip 'OPTIONS={ratio_kap: 3}' => got an unexpected keyword argument 'ratio_kap'; it is
