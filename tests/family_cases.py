@@ -199,21 +199,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Fields of `config.json` as the hub has them, beside `SIZES` and `BOTH_NORMS`; lengths are shrunk."""
 
 
-def published_config(name: str) -> dict[str, Any]:
+def published_config(name: str, vocab_size: int = SIZES["vocab_size"]) -> dict[str, Any]:
     """The whole config of a family."""
     fields = FAMILIES[name]
-    shared = SIZES | BOTH_NORMS | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    shared = SIZES | {"vocab_size": vocab_size} | BOTH_NORMS | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if "text_config" in fields:
         return fields | {"eos_token_id": 2, "text_config": shared | fields["text_config"]}
     return shared | fields
 
 
-def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float64) -> nn.Module:
+def make_checkpoint(
+    name: str, folder: Path, dtype: torch.dtype = torch.float64, vocab_size: int = SIZES["vocab_size"]
+) -> nn.Module:
     """Write a random checkpoint of a family to `folder`; the model of `transformers` with these weights.
 
     Its norms compute in float64 where `dtype` is that.
     """
-    config = published_config(name)
+    config = published_config(name, vocab_size)
     text = {key: value for key, value in config.get("text_config", config).items() if key != "auto_map"}
     if text["model_type"] == "mimo":
         text["model_type"] = "qwen2"

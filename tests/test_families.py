@@ -1,6 +1,7 @@
 """Families of models against `transformers`: logits, greedy tokens, the update, and what is saved."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from model_cases import hf_logits, random_sequences
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from srtrl.cli import app
 from srtrl.engine.engine import Engine
 from srtrl.features.lora import LoraAdamW, check_rank
+from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
+from srtrl.model.folders import load_tokenizer, locate
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.weights import load_model, read_config, save_model
 from srtrl.recipe.schema import LoraSection
@@ -77,3 +82,21 @@ def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     assert {one.name: one.weight.shape for one in optimizer.matrices} == {key: w.shape for key, w in linears.items()}
     attention = 4 * 3 * model.config.num_hidden_layers * model.config.num_attention_heads * model.config.head_dim
     assert model_flops(model.config, [1], num_targets=0) == 6 * sum(w.numel() for w in linears.values()) + attention
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_checked_and_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(name, tmp_path / "model", torch.float32, vocab_size=len(load_tokenizer("bundled:tiny")))
+    for file in locate("bundled:tiny").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    options = "model.path=model rollout.max_prompt_tokens=24 rollout.max_new_tokens=16 rollout.num_prompts=2"
+    options += " rollout.num_samples=4 train.num_steps=2 train.micro_batch_tokens=64 eval.before_and_after=false"
+    checked = CliRunner().invoke(app, f"show-config quickstart --check --gpu 2 {options}".split())
+    assert "verdict: all names, options and paths are correct; fits a GPU of 2 GiB" in checked.output
+    trained = CliRunner().invoke(app, f"train quickstart {options}".split())
+    assert trained.exit_code == 0, trained.output
+    _, after = (row["logprob_difference/max"] for row in read_metrics(Path("runs/quickstart/metrics.jsonl")))
+    assert after < 1e-4
+    AutoModelForCausalLM.from_pretrained(Path("runs/quickstart/checkpoints/step_000002"))
