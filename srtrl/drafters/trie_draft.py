@@ -145,10 +145,12 @@ def _add_distribution(
 
     Returns the number of children, and the mass left.
     """
+    if not row.is_known:
+        return 0, 1.0
     while state != ROOT and memory[state + NEWEST] == 0:
         state = memory[state + LINK]
         match = memory[state + LENGTH]
-    if state == ROOT or not row.is_known:
+    if state == ROOT:
         return 0, 1.0
     cell = DISTRIBUTION + column_of(match, match == row.num_passed)
     num, listed, total, power, start = 0, 0.0, 0.0, basis.trust[cell, POWER], memory[state + NEWEST]
