@@ -45,6 +45,22 @@ DECODED = (
 the first epoch.
 """
 
+FORK_TOKENS = "8201"
+FORK_KNOWN = {
+    "rollouts": (2.0, 3.0, 0.0, 0.0),
+    "noise": (0.65, 0.28, -0.15, 0.76),
+    "p": (0.45, 0.40, 0.08, 0.04),
+}
+FORK_SCORES = {
+    "counts": (0.250, 0.375, 0.075, 0.038),
+    "+ noise": (0.284, 0.341, 0.060, 0.052),
+    "+ noise + p": (0.483, 0.342, 0.049, 0.055),
+}
+"""The fork of speculation.md for a sample with the RNG key 8: what is known of each token, and the drafter's scores.
+
+A test compares them with the drafter.
+"""
+
 
 class Svg:
     """A drawing of this width and height in pixels."""
@@ -263,6 +279,38 @@ def draft_tree() -> None:
     svg.save("draft_tree")
 
 
+def fork() -> None:
+    """What counts, noise and distribution say of the tokens that may come next."""
+    svg = Svg("A fork with its guesses", 820, 300)
+    svg.text(20, 32, "A sample has 6*7=4. Which token comes next? The longest bar of a column is drafted first.")
+    places = [94 + 44.0 * number for number in range(len(FORK_TOKENS))]
+    svg.box(20, 138, 70, 32, "6*7=4", SHADE)
+    for y, token in zip(places, FORK_TOKENS, strict=True):
+        is_sampled = token == FORK_TOKENS[0]
+        svg.line([(90, 154), (110, y), (132, y)], head=False, bold=is_sampled)
+        svg.box(132, y - 16, 32, 32, token, ORANGE if is_sampled else WHITE)
+    formats = {"rollouts": ".0f", "noise": "+.2f", "p": ".2f"}
+    for x, (name, values) in zip((190, 400, 610), FORK_KNOWN.items(), strict=True):
+        svg.text(x, 66, name, fill=GREY)
+        for y, value in zip(places, values, strict=True):
+            svg.text(x, y + 5, format(value, formats[name]))
+    for x, (name, scores) in zip((270, 480, 670), FORK_SCORES.items(), strict=True):
+        svg.text(x, 66, name, fill=GREY)
+        for y, score in zip(places, scores, strict=True):
+            svg.box(x, y - 12, 130 * score, 24, fill=GREEN if score == max(scores) else WHITE)
+            svg.text(x + 130 * score + 6, y + 5, f"{score:.3f}")
+    svg.text(
+        20,
+        270,
+        "Rollouts: earlier ones that are equal so far and go on with the token. "
+        "Noise: this sample's own. p: the policy's, at the newest of them.",
+        fill=GREY,
+        size=12,
+    )
+    svg.text(20, 288, "Orange: sampled, for it has the largest log p + noise.", fill=GREY, size=12)
+    svg.save("fork")
+
+
 def decode(num_slots: int, limit: int) -> list[list[tuple[int, int, int]]]:
     """[slot] -> (decode step, sample, tokens) of the samples decoded with drafts from the others' tokens so far."""
     done, waiting = [0] * len(SAMPLES), list(range(len(SAMPLES)))
@@ -330,7 +378,7 @@ def decode_timeline() -> None:
 def main() -> None:
     """Write all drawings."""
     FOLDER.mkdir(exist_ok=True)
-    for draw in (two_ways, training_step, packed_batch, draft_tree, decode_timeline):
+    for draw in (two_ways, training_step, packed_batch, draft_tree, fork, decode_timeline):
         draw()
 
 

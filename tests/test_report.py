@@ -40,7 +40,7 @@ def make_run(
 ) -> Path:
     """A run folder as the trainer writes it, with made-up figures."""
     (folder / "rollouts").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(recipe_text(REWARDS, num_steps=planned or num_steps))
+    (folder / "recipe.yaml").write_text(recipe_text(f"{REWARDS}seed: 0\n", num_steps=planned or num_steps))
     noise = random.Random(0)
     with MetricLog(folder / "metrics.jsonl") as log:
         log.write(0, eval_metrics(0.31))
@@ -87,7 +87,10 @@ def rollout_table(step: int, noise: random.Random) -> pa.Table:
         {
             **{"prompt_id": f"train-{draw}", "draw_index": draw, "sample_index": sample, "prompt": f"{draw}+1.\n"},
             **{"prompt_token_ids": [7] * 5, "answer": "</pre><script>alert(1)</script>"},
-            **{"token_ids": [1] * noise.randint(5, 15 + step % 40), "text": f"<b>{draw}</b>+1={draw + 1} & so on\n"},
+            **{
+                "token_ids": [1] * noise.randint(5, 15 + step % 40) + [2],
+                "text": f"<b>{draw}</b>+1={draw + 1} & so on\n",
+            },
             **{"reward": correct + 0.1, "reward_format": 1.0, "outcome": "correct" if correct else "wrong"},
             "finish_reason": "stop",
         }
@@ -140,6 +143,10 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     cells = re.findall(r'<div class="cells( plain)?">(.*)</div>', page)
     counts = [row.count("<i ") for _, row in cells]
     assert (counts[0], sum(counts[1:]), len(cells) - 1) == (int(drafted[1]), int(drafted[1]), int(drafted[2]))
+    [(place, guesses)] = re.findall(r"<h4>A fork, after (\d+) tokens.*?<table>(.*?)</table>", page, re.DOTALL)
+    assert 5 <= int(place) < int(drafted[1]), "where some rollouts have ended"
+    assert re.findall(r"<td>(\w+)</td><td>[+-]\d\.\d\d</td><td>0\.\d{3}", guesses)[0] > "0"
+    assert guesses.count(", sampled") == 1
     assert "<h2>The same prompt at steps 1, 16, 30</h2>" in page
     network = r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]"""
     assert not re.findall(network, page), "needs no network"

@@ -16,8 +16,9 @@ def command(
     """Show a prompt's trie, and how well it drafts.
 
     The trie is built from the prompt's rollouts of all steps but the last (if there is one, from its other samples).
-    Shown are the branches that most rollouts have, and the path of the first rollout of the last step. Then this
-    rollout is decoded again with drafts from the trie.
+    Shown are the branches that most rollouts have, and the path of the first rollout of the last step. At a
+    fork on this path you see what the drafter knows of each next token. Then this rollout is decoded again with drafts
+    from the trie.
     """
     from srtrl.report.runs import read_run
     from srtrl.report.trie_view import print_history, read_history, text_decoder

@@ -3,21 +3,25 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
 from srtrl.bench.recorded import RecordedPrompt, feed_drafter, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay
+from srtrl.drafters.draft_tree import ROOT
 from srtrl.drafters.srt import Drafter
 from srtrl.engine.stopping import decode
 from srtrl.model.folders import load_tokenizer
+from srtrl.model.noise import hash_row, uniform_of
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
 from srtrl.run.steps import latest_checkpoint
 
 NUM_BRANCHES = 40
-"""Maximum number of branches that are shown."""
+"""Maximum number of branches that are shown, and of nodes of the draft at a fork."""
 LABEL_CHARACTERS = 72
 """Longest text of a branch; of a longer one the middle is left out."""
 END_SIGN = "∎"
@@ -136,6 +140,51 @@ class _LoggedReplay(Replay):
         self.steps.append(one.sample.tokens[start : start + self.counts.num_tokens - num_tokens].tolist())
 
 
+class Guess(NamedTuple):
+    """What a drafter knows of a token that may come next."""
+
+    place: int
+    """Tokens of the response before it."""
+    text: str
+    num_rollouts: int
+    """Earlier rollouts that are equal before the token and have it; 0: known from shorter contexts."""
+    noise: float
+    """Of the later rollout: what is added to the token's log p."""
+    score: float
+    """Chance of acceptance by counts and noise, before any trust is learned."""
+    is_sampled: bool
+
+
+def find_fork(history: PromptHistory, decode: Decode) -> list[Guess]:
+    """What is drafted at one fork, the best first; nothing without a fork, or where the noise is not known.
+
+    It is the fork on the later rollout's path, in its first turn, where the second most frequent token has the most
+    earlier rollouts. Rollouts on disk have no distributions of the policy: none is in the scores.
+    """
+    [later], path = history.later.samples, [grow_branches(history, sys.maxsize)]
+    while taken := [branch for branch in path[-1].children if branch.is_taken]:
+        path += taken
+    turn_end = later.extensions[0][0] if later.extensions else len(later.tokens)
+    # The first token has no draft.
+    forks = [one for one in path if 0 < one.end < turn_end and len(one.children) > 1 and one.children[1].count]
+    if not forks or later.rng_key is None:
+        return []
+    fork = max(forks, key=lambda branch: branch.children[1].count)
+    counts, sampled = {child.token_ids[0]: child.count for child in fork.children}, int(later.tokens[fork.end])
+    drafter, slot = Drafter(), np.zeros(1, np.int64)
+    feed_drafter(drafter, [history.earlier])
+    drafter.start(slot, [replace(history.later.request(0, 0, turn_end), rng_key=later.rng_key)])
+    drafter.observe(slot, later.tokens[: fork.end], np.array([0, fork.end]))
+    [tree] = drafter.propose(slot, slot + NUM_BRANCHES, 0.0)
+    is_next, row_key = tree.parents == ROOT, np.uint64(hash_row(np.uint64(later.rng_key), fork.end))
+    token_ids, scores = tree.token_ids[is_next].tolist(), tree.scores[is_next].tolist()
+    noise = -np.log(-np.log([uniform_of(row_key, token) for token in token_ids]))
+    return [
+        Guess(fork.end, on_one_line(decode([token])), counts.get(token, 0), gumbel, score, token == sampled)
+        for token, gumbel, score in zip(token_ids, noise.tolist(), scores, strict=True)
+    ]
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DecodedResponse:
     """A response in the decode steps that it takes with drafts from the prompt's earlier rollouts."""
@@ -148,6 +197,8 @@ class DecodedResponse:
     """Texts of the tokens of each step; the first token is of the prompt's forward pass, a step of its own."""
     num_verified: int
     """Tokens that the decode steps verified."""
+    guesses: list[Guess]
+    """See `find_fork`."""
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +219,7 @@ def decoded_response(history: PromptHistory, decode: Decode) -> DecodedResponse:
         num_earlier=len(history.earlier.samples),
         pieces=[[on_one_line(decode([token_id])) for token_id in token_ids] for token_ids in steps],
         num_verified=counts.num_nodes + counts.steps,
+        guesses=find_fork(history, decode),
     )
 
 
@@ -209,6 +261,11 @@ def print_history(history: PromptHistory, decode: Decode) -> None:
     console.print(f"Each branch with its number of rollouts; * is the path of {history.later_name}.")
     console.print(_tree(grow_branches(history, NUM_BRANCHES), decode))
     decoded = decoded_response(history, decode)
+    if decoded.guesses:
+        console.print(f"\na fork, after {decoded.guesses[0].place} tokens of {decoded.name}", style="bold")
+        console.print("The policy's distributions are not on disk; * was sampled.\n  rollouts   noise   score")
+    for _, text, count, noise, score, is_sampled in decoded.guesses:
+        console.print(f"{'*' if is_sampled else ' '} {count:8}  {noise:+6.2f}  {score:6.3f}  {text}", markup=False)
     console.print(f"\n{decoded.name}, decoded with drafts from this trie; each step gave these tokens", style="bold")
     first, *pieces = decoded.pieces
     shown = [Text("".join(first), "dim")]  # of the prompt's forward pass
