@@ -70,7 +70,7 @@ check-gpu-static: $(DEV_STAMP) ## What can be checked of the CUDA path without a
 	$(BIN)/python tests/test_triton_compile.py --write-docs docs/performance.md
 
 bench-gpu: $(DEV_STAMP) ## Check and measure the CUDA path on one GPU, in nine minutes; writes docs/benchmarks.md
-	HYPOTHESIS_PROFILE=thorough TRACE=$(TRACE) TOKENIZER=$(TOKENIZER) $(BIN)/python docs/gpu_stages.py --write-docs docs/benchmarks.md $(ARGS)
+	TRACE=$(TRACE) TOKENIZER=$(TOKENIZER) $(BIN)/python docs/gpu_stages.py --write-docs docs/benchmarks.md $(ARGS)
 
 clean: ## Remove caches and build output (not runs)
 	rm -rf $(STAMP) $(DEV_STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
