@@ -118,6 +118,8 @@ class FakeCuda:
         self.kernels: set[Any] = set()
         """What was compiled."""
         self.storages: dict[int, weakref.ref[Any]] = {}
+        self.pinned: dict[int, int] = {}
+        """Registered memory of the host: address -> bytes."""
 
     def report(self, kind: str, what: str) -> None:
         """Note a finding."""
@@ -142,6 +144,19 @@ class FakeCuda:
                 elif not torch.equal(bytes_of(one.host), bytes_of(one.content)):
                     self.findings[f"race: memory was written while it was copied at {one.place}"] += 1
 
+    def register(self, address: int, num_bytes: int, flags: int) -> None:
+        """`cudaHostRegister`."""
+        self.pinned[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        """`cudaHostUnregister`."""
+        del self.pinned[address]
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether it is in pinned memory of the host."""
+        storage = tensor.untyped_storage()
+        return hasattr(storage, "is_fake_pinned") or storage.data_ptr() in self.pinned
+
     def mark(self, tensor: Tensor) -> None:
         """Let a tensor's storage be on the device."""
         storage: Any = tensor.untyped_storage()
@@ -158,7 +173,7 @@ class FakeCuda:
         host, is_download = (source, False) if is_here(target) else (target, True)
         if self.capture is not None:
             self.report("capture", "a copy between host and device")
-        is_queued = non_blocking and is_pinned(host)
+        is_queued = non_blocking and self.is_pinned(host)
         if not is_queued:
             self.wait("a download" if is_download else "an upload of pageable memory")
         with plain(), torch.inference_mode(target.is_inference()), torch.no_grad():
@@ -181,11 +196,6 @@ def place() -> str:
 def is_here(tensor: Tensor) -> bool:
     """Whether it is on the device."""
     return hasattr(tensor.untyped_storage(), "is_fake_cuda")
-
-
-def is_pinned(tensor: Tensor) -> bool:
-    """Whether it is in pinned memory of the host."""
-    return hasattr(tensor.untyped_storage(), "is_fake_pinned")
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -331,7 +341,7 @@ class Functions(TorchFunctionMode):
             "to": self.to,
             "cpu": lambda tensor: self.to(tensor, "cpu"),
             "tolist": lambda tensor: self.to(tensor, "cpu").tolist(),
-            "is_pinned": is_pinned,
+            "is_pinned": device.is_pinned,
             "pin_memory": lambda tensor: self.pin(tensor.clone()),
         }
         """Of tensors, in the place of PyTorch's."""
@@ -530,6 +540,8 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         "get_device_capability": lambda *_: capability,
         "mem_get_info": lambda *_: (total, total),
         "synchronize": lambda *_: device.wait("synchronize"),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=device.register, cudaHostUnregister=device.unregister),
+        "check_error": lambda _: None,
         "Stream": lambda *_: Stream(device),
         "Event": lambda *_, **__: Event(device),
         "CUDAGraph": lambda: Graph(device),
@@ -552,6 +564,7 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", varlen_attn))
+        stack.enter_context(mock.patch("srtrl.build.check_compiler"))  # the interpreter needs none
         run_backward = partial(functions.run_backward, autograd._engine_run_backward)
         stack.enter_context(mock.patch.object(autograd, "_engine_run_backward", run_backward))
         stack.enter_context(mock.patch.object(executor, "__call__", launch_kernel(device, executor.__call__)))

@@ -4,6 +4,7 @@ The kernels run under Triton's interpreter, as whole steps, captured and replaye
 `make check-gpu-static`.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from runner_cases import runner_policy
 from test_draft_head import head_engine, make_head
 from test_turns import converse, turn_requests
 from tiny_run import learned_rows, make_policy, make_recipe, train
+from torch.nn import functional
 
 from srtrl.build import build_runner
 from srtrl.cuda.graphs import StepGraphs
@@ -27,6 +29,9 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
+from srtrl.features.lora import LoraAdamW
+from srtrl.model.attention import PackedPlan
+from srtrl.recipe.schema import LoraSection
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 
@@ -242,7 +247,11 @@ TRAINING: dict[str, dict[str, Any]] = {
     "ppo": {"critic": {"learning_rate": 0.01}, "algorithm__advantage": "gae"},
     "lora": {"model__lora": {"rank": 4}},
     "lora, base on the host": {"model__lora": {"rank": 4, "base": "host"}},
-    "draft head": {"rollout__draft_head": {"k": 2, "vocabulary": 64, "hidden": 16}, "rollout__draft_budget": 4},
+    "draft head": {
+        "rollout__draft_head": {"k": 2, "vocabulary": 64, "hidden": 16},
+        "rollout__draft_budget": 4,
+        "train__micro_batch_tokens": 24,
+    },
     "bfloat16": BF16,
     "bfloat16, checkpointing": BF16 | {"model__gradient_checkpointing": True},
 }
@@ -286,6 +295,7 @@ def test_a_training_step(device: FakeCuda, case: str, tmp_path: Path) -> None:
     found, expected = (train_small(policy, tmp_path / name, name, **TRAINING[case]) for name in ("cuda", "cpu"))
     assert device.num_replays > 0
     assert not device.findings
+    assert not [wait for wait in device.waits if wait.startswith("_local_scalar_dense at features/draft_head")]
     if is_half:  # of a few tokens
         names = ("reward/mean", "tokens/update", "response/length_mean")
         assert [[row.get(name) for name in names] for row in found] == [
@@ -304,3 +314,55 @@ def test_a_resumed_run(device: FakeCuda, tmp_path: Path) -> None:
     expected = train_small(policy, tmp_path / "cpu", "cpu", train__num_steps=2)
     assert not device.findings
     assert_close(found[-1:], expected[-1:], 1e-3)
+
+
+def test_the_update_in_float32_shares_no_heads(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else PyTorch takes the backend that computes all scores, of all pairs of tokens, at once."""
+    seen: list[tuple[int, int, bool]] = []
+    attend = functional.scaled_dot_product_attention
+
+    def logged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", logged)
+    q, k, v = (torch.randn(9, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 1))
+    v = v.expand(9, 2, 8)
+    expected = PackedPlan([5, 6], "cpu", [0, 2]).attend(0, q, k, v)
+    found = PackedPlan([5, 6], "cuda", [0, 2]).attend(0, q.to("cuda"), k.to("cuda"), v.to("cuda"))
+    torch.testing.assert_close(found.cpu(), expected)
+    assert set(seen) == {(4, 2, True), (4, 4, False)}
+
+
+def test_small_products_of_the_decoder_are_summed_in_float32(device: FakeCuda) -> None:
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    engines()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_base_weights_on_the_host_take_no_more_pinned_memory_than_they_have(device: FakeCuda) -> None:
+    policy = runner_policy().to("cuda")
+    optimizer = LoraAdamW(policy, LoraSection(rank=2, base="host"), seed=0)
+    sizes = [one.base.nbytes for one in optimizer.matrices]
+    assert list(device.pinned.values()) == sizes
+    assert all(one.base.is_pinned() for one in optimizer.matrices)
+    del optimizer
+    gc.collect()
+    assert not device.pinned
+
+
+def test_graphs_that_were_dropped_are_counted(device: FakeCuda) -> None:
+    gpu, cpu = engines()
+    requests = requests_for(PROMPTS[:1], num_samples=1, max_new_tokens=6)
+    counts = []
+    for moves in (False, True, False):
+        decode(gpu, requests)
+        if moves:
+            gpu.runner.model.final_norm.data = gpu.runner.model.final_norm.data.clone()
+        gpu.end_step(has_new_weights=True)
+        decode(gpu, requests)
+        counts.append(gpu.take_metrics()["engine/graphs_dropped"])
+    assert counts[0] == counts[2] == 0 < counts[1]
+    decode(cpu, requests)
+    assert "engine/graphs_dropped" not in cpu.take_metrics()

@@ -296,6 +296,7 @@ class Engine:
         stats, self.stats = self.stats, EngineStats()
         stats.num_slots, stats.num_pages = self.options.slots, self.pool.num_pages
         stats.num_preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
+        stats.num_graphs_dropped, self.runner.num_graphs_dropped = self.runner.num_graphs_dropped, 0
         shared = ranks.gather((stats, self.drafter.take_metrics()), "the engine's metrics")
         total = add_stats([stats for stats, _ in shared])
         metrics = total.metrics(ranks.count())
