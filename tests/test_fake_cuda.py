@@ -352,6 +352,18 @@ def test_base_weights_on_the_host_take_no_more_pinned_memory_than_they_have(devi
     assert not device.pinned
 
 
+def test_the_devices_kernels_are_compiled_before_the_first_rollout(device: FakeCuda) -> None:
+    chosen = options(max_sequence_tokens=32, slots=4, draft_budget=0)
+    policy = runner_policy().to("cuda")
+    engine = Engine(policy, chosen, runner=build_runner(policy, chosen), compile_kernels=lambda _: None)
+    assert not device.kernels
+    engine.warm_up()
+    known = set(device.kernels)
+    assert {name for name, *_ in known} >= {"attend_tiles", "add_rms_norm_rows", "rank_blocks", "finish_rows"}
+    decode(engine, requests_for(PROMPTS[:2], num_samples=2, max_new_tokens=4))
+    assert {name for name, *_ in device.kernels} <= {name for name, *_ in known} | {"combine_splits"}
+
+
 def test_graphs_that_were_dropped_are_counted(device: FakeCuda) -> None:
     gpu, cpu = engines()
     requests = requests_for(PROMPTS[:1], num_samples=1, max_new_tokens=6)
