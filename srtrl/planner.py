@@ -383,6 +383,6 @@ class _Plan:
         self.num_positions = num_rows
         self.path = torch.zeros(num_keys, dtype=torch.int64, device="meta")
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         k, v = k.index_select(0, self.path), v.index_select(0, self.path)
         return _Attention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]

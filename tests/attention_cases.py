@@ -104,6 +104,7 @@ def attend_by_kernel(
     num_splits: int = 1,
     block_m: int | None = None,
     rows_per_tile: int = 4,
+    window: int | None = None,
 ) -> Tensor:
     """[N, H, E] of the first layer; zeros for padding."""
     from srtrl.cuda.attention import attend_tree
@@ -116,15 +117,16 @@ def attend_by_kernel(
     scratch.means.fill_(torch.nan)  # what no program wrote is not read
     scratch.log_weights.fill_(torch.nan)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    attend_tree(q, keys, values, step.rows, out, scratch=scratch, block_m=block_m, num_splits=num_splits)
+    launch = {"block_m": block_m, "num_splits": num_splits}
+    attend_tree(q, keys, values, step.rows, out, scratch=scratch, window=window, **launch)
     return out
 
 
-def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor) -> Tensor:
+def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor, window: int | None = None) -> Tensor:
     """What `attend_by_kernel` should give."""
     indices = step.rows.kv_indices.long()
     k, v = (pages.flatten(0, 1)[indices] for pages in (cache.kernel_keys(0), cache.kernel_values(0)))
-    return ReferencePlan(cache, step.rows).attend(0, q, k, v)
+    return ReferencePlan(cache, step.rows).attend(0, q, k, v, window)
 
 
 def random_queries(

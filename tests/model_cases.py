@@ -90,11 +90,11 @@ def make_hf_model(case: ModelCase, dtype: torch.dtype, seed: int = 0) -> nn.Modu
             mean = 1.0 if "norm" in name else 0.0
             parameter.copy_(torch.empty_like(parameter).normal_(mean, 0.25, generator=generator))
     if dtype == torch.float64:
-        _widen_norms(model)
+        widen_norms(model)
     return model.to(dtype)
 
 
-def _widen_norms(model: nn.Module) -> None:
+def widen_norms(model: nn.Module) -> None:
     """Let the norms of a float64 model compute in float64.
 
     `transformers` rounds to float32 inside each norm whatever the model's dtype, an error of 1e-7 that would hide all
@@ -102,10 +102,11 @@ def _widen_norms(model: nn.Module) -> None:
     """
 
     def norm_in_float64(module: nn.Module, args: tuple[Tensor], _: Tensor) -> Tensor:
-        hidden, weight, eps = args[0], module.weight, module.variance_epsilon
+        is_gemma = type(module).__name__.startswith("Gemma")
+        hidden, weight, eps = args[0], module.weight, module.eps if is_gemma else module.variance_epsilon
         assert isinstance(weight, Tensor)
         assert isinstance(eps, float)
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * (weight + is_gemma)
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):

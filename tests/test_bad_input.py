@@ -63,7 +63,6 @@ generate half --prompt 1 --chat => the text of the prompt '0' has half of a surr
 generate named --prompt 1 --chat => the tokenizer's chat templates are rag, tool_use, without a default: set task.opt
 generate policy --prompts pipe.yaml => pipe.yaml: a pipe, a socket or a device; expected a regular file
 generate policy --prompts gone.yaml => gone.yaml: a link to nowhere, which is not there
-generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM'
 eval => Missing argument 'MODEL_OR_RUN'.
 eval policy => policy is not a run folder: name what to evaluate, with
 eval policy --task x => --task: task.name: `x` is not in srtrl/tasks/
@@ -311,7 +310,6 @@ ABBREVIATIONS = {
 MODELS: dict[str, dict[str, object]] = {
     "text": {"vocab_size": "x"},
     "end": {"eos_token_id": 10**12},
-    "code": {"auto_map": {"AutoModelForCausalLM": "os.system"}},
     "base": {"rope_theta": "x"},
 }
 """Folders of models with such values in their config."""

@@ -1,5 +1,7 @@
 """What is special about the runner of a CUDA device: padded layouts, fixed addresses, graphs, and what it refuses."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import util
 from typing import Any
 
@@ -155,6 +157,15 @@ def test_a_missing_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
         build.build_runner(policy, EngineOptions())
+
+
+def test_a_window_that_a_draft_tree_may_exceed_is_refused() -> None:
+    config = runner_policy().config
+    narrow = replace(config, layers=(config.layers[0]._replace(window=8),))
+    refused = pytest.raises(ValueError, match="window of 8 tokens must exceed the 8")
+    for nodes, context in ((8, refused), (7, nullcontext())):
+        with context:
+            CudaRunner(Transformer(narrow, torch.float32, "cpu"), EngineOptions(max_draft_nodes=nodes), 64)
 
 
 def test_a_step_without_memory_names_the_options_that_help() -> None:

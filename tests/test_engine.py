@@ -98,6 +98,20 @@ def test_drafters_get_what_was_likely_in_place_of_each_token(policy: Transformer
     assert drafter.likely.total() > 0.2 * sampled.total()
 
 
+@pytest.mark.parametrize("window", [1, 3, 7])
+def test_drafts_change_nothing_under_a_window(window: int) -> None:
+    """It is shorter than draft trees are deep; with few pages, so that samples are preempted."""
+    policy = tiny_policy(model_type="mistral", sliding_window=window)
+    requests = requests_for()
+    truth = sequential(policy, requests)
+    assert outputs(truth) != outputs(sequential(tiny_policy(model_type="mistral", sliding_window=window + 1), requests))
+    engine = Engine(policy, options(num_pages=14), drafter=FakeDrafter(truth, accuracy=0.7))
+    assert outputs(decode(engine, requests[::-1])) == outputs(truth)
+    metrics = engine.take_metrics()
+    assert metrics["engine/preemptions"] > 0
+    assert metrics["engine/verified_per_decode_step"] > 1.3
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_rollout_logprobs_are_the_trainers(model_type: str) -> None:
     policy = tiny_policy(model_type=model_type)

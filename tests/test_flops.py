@@ -1,5 +1,7 @@
 """The update's work: operations counted by torch against the formula, and the speeds that are logged from it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ LENGTHS = [5, 1, 8]
 class WithoutAttention(PackedPlan):
     """Each token takes its own values: no products that torch would count."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + 0 * q
 
 
@@ -41,6 +43,15 @@ def test_products_are_those_that_torch_counts() -> None:
     assert model_flops(config, LENGTHS) == counted(sum(LENGTHS)) + attention, "by default every token's"
     begun = model_flops(config, LENGTHS[2:], shared=[3])  # 3 of 8 tokens are computed elsewhere
     assert begun == model_flops(config, LENGTHS[2:]) - model_flops(config, [3])
+
+
+def test_pairs_under_a_window_are_those_that_it_leaves() -> None:
+    plain = make_policy().config
+    kinds = (plain.layers[0]._replace(window=3), plain.layers[0])
+    config = replace(plain, layers=kinds, num_hidden_layers=2)
+    lost = sum(max(0, token + 1 - 3) for length in LENGTHS for token in range(length))
+    whole = model_flops(replace(plain, num_hidden_layers=2), LENGTHS)
+    assert model_flops(config, LENGTHS) == whole - 3 * 4 * lost * config.num_attention_heads * config.head_dim
 
 
 def test_flops_of_an_update_are_those_of_its_epochs() -> None:

@@ -1,6 +1,7 @@
 """The transformer and the packed plan against `transformers` and against written-out references."""
 
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -11,15 +12,18 @@ from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, r
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from update_cases import random_shares
 
 from srtrl.model.attention import Gather, PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.transformer import RotaryTable, Transformer, inverse_frequencies, rms_norm, rotate, silu
+from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
 from srtrl.model.weights import init_model, named_tensors
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
+WIDE = Style(wide_norms=True)
 
 
 class RowPlan:
@@ -29,7 +33,7 @@ class RowPlan:
         self.positions = positions
         self.num_positions = int(positions.max()) + 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         num_shared = q.shape[1] // k.shape[1]
         return q + k.repeat_interleave(num_shared, 1) * v.repeat_interleave(num_shared, 1) * (layer + 1)
 
@@ -77,12 +81,18 @@ def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
         norm.weight.copy_(torch.randn(12, generator=generator))
         assert torch.equal(rms_norm(heads, norm.weight, 1e-5), norm(heads))
 
+    for make_norm, style in ((Olmo2RMSNorm, WIDE), (Gemma3RMSNorm, WIDE._replace(norm_offset=1.0))):
+        wide = make_norm(12, eps=1e-5).to(dtype)
+        wide.load_state_dict(norm.state_dict())
+        assert torch.equal(rms_norm(heads, norm.weight, 1e-5, style), wide(heads))
+
     hf_config = LlamaConfig(hidden_size=72, num_attention_heads=6, head_dim=12)
     positions = torch.arange(50) * 7
-    cosines, sines = RotaryTable(config_from_hf(hf_config.to_dict()).rope, 12).rows(positions, 344, dtype)
+    rope = config_from_hf(hf_config.to_dict()).layers[0].rope
+    cosines, sines = RotaryTable(rope, 12, LLAMA).rows(positions, 344, dtype)
     hf_cosines, hf_sines = LlamaRotaryEmbedding(hf_config)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
-    assert torch.equal(rotate(heads, cosines, sines), expected)
+    assert torch.equal(rotate(heads, cosines, sines, 12), expected)
 
 
 LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -99,10 +109,10 @@ LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
 )
 def test_rotary_table_equals_transformers_at_real_sizes(rope: dict[str, float | str]) -> None:
     hf_config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope)
-    config = config_from_hf(hf_config.to_dict())
+    rope_config = config_from_hf(hf_config.to_dict()).layers[0].rope
     rotary = LlamaRotaryEmbedding(hf_config)
-    assert torch.equal(inverse_frequencies(config.rope, 64), rotary.inv_freq)
-    table = RotaryTable(config.rope, 64)
+    assert rope_config.frequencies == tuple(rotary.inv_freq.tolist())
+    table = RotaryTable(rope_config, 64, LLAMA)
     for positions in (torch.arange(40), torch.arange(9000), torch.arange(300, 500)):  # grows once, then is reused
         cosines, sines = table.rows(positions, int(positions[-1]) + 1, torch.float32)
         hf_cosines, hf_sines = rotary(torch.zeros(()), positions[None])
@@ -157,27 +167,32 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, threads: i
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_silu_of_a_row_does_not_depend_on_the_batch(dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activation_of_a_row_does_not_depend_on_the_batch(
+    activation: Literal["silu", "gelu_tanh"], dtype: torch.dtype, threads: int
+) -> None:
     for width in (5, 61, 1000, 40_001):
         num_rows = 1 + 70_000 // width
         gate_up = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype) * 10
         gate, _ = gate_up.chunk(2, dim=-1)
         with torch.no_grad():
-            values = silu(gate)
+            values = activate(gate, activation)
             for row in range(0, num_rows, 1 + num_rows // 100):
-                assert torch.equal(silu(gate[row : row + 1])[0], values[row])
-        torch.testing.assert_close(values, functional.silu(gate))
+                assert torch.equal(activate(gate[row : row + 1], activation)[0], values[row])
+        with torch.enable_grad():
+            torch.testing.assert_close(values, activate(gate, activation))
 
 
 @settings(deadline=None)  # the machine may be busy
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    window=st.none() | st.integers(1, 45),
     heads=st.sampled_from([(1, 1, 2), (2, 1, 5), (3, 3, 8), (6, 2, 8), (9, 3, 5)]),
     seed=st.integers(0, 99),
     shares=st.booleans(),
 )
 def test_packed_attention_equals_the_reference(
-    lengths: list[int], heads: tuple[int, int, int], seed: int, shares: bool
+    lengths: list[int], heads: tuple[int, int, int], window: int | None, seed: int, shares: bool
 ) -> None:
     """Of whole sequences, and of sequences that begin as the one before does."""
     num_heads, num_kv_heads, head_dim = heads
@@ -188,8 +203,8 @@ def test_packed_attention_equals_the_reference(
     num_rows, path = sum(lengths) - sum(shared), torch.cat(plan.paths)
     states = torch.randn(num_rows, sum(counts), head_dim, dtype=torch.float64, generator=generator)
     q, k, v, slope = (part.requires_grad_() for part in states.split_with_sizes(counts, dim=1))
-    out = plan.attend(0, q, k, v)
-    expected = packed_attention_reference(lengths, q, k[path], v[path], plan.num_added)
+    out = plan.attend(0, q, k, v, window)
+    expected = packed_attention_reference(lengths, q, k[path], v[path], plan.num_added, window)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     gradients = torch.autograd.grad(out, (q, k, v), slope)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=0, atol=1e-11)

@@ -22,24 +22,33 @@ from srtrl.cuda.tiles import (
 from srtrl.model.paged_attention import KVCache
 
 
-def assert_agrees(step: TreeStep, cache: KVCache, q: Tensor, *, rtol: float, atol: float, **launch: int) -> None:
-    found = attend_by_kernel(step, cache, q, **launch)
-    torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=rtol, atol=atol)
+def assert_agrees(
+    step: TreeStep, cache: KVCache, q: Tensor, *, rtol: float, atol: float, window: int | None = None, **launch: int
+) -> None:
+    found = attend_by_kernel(step, cache, q, window=window, **launch)
+    torch.testing.assert_close(found, attend_by_reference(step, cache, q, window), rtol=rtol, atol=atol)
     assert not found[step.num_real :].any()
 
 
 @settings(deadline=None, max_examples=1 if KERNEL_DEVICE == "cpu" else 25, phases=[Phase.explicit, Phase.generate])
-@example(seed=2, heads=(6, 1), cells=(24, 4), tiles=(3, 2, 3), dtype=torch.float32)
-@example(seed=4, heads=(7, 1), cells=(64, 16), tiles=(1, 4, 0), dtype=torch.bfloat16)  # of more than 32 nodes
+@example(seed=2, heads=(6, 1), cells=(24, 4), tiles=(3, 2, 3), window=None, dtype=torch.float32)
+@example(seed=2, heads=(6, 1), cells=(24, 4), tiles=(3, 2, 3), window=41, dtype=torch.float32)
+@example(seed=4, heads=(7, 1), cells=(64, 16), tiles=(1, 4, 0), window=None, dtype=torch.bfloat16)  # over 32 nodes
 @given(
     seed=st.integers(0, 1000),
     heads=st.sampled_from([(2, 2), (2, 1), (6, 1), (7, 1)]),
     cells=st.tuples(st.sampled_from([16, 24, 64]), st.sampled_from([4, 16])),
     tiles=st.tuples(st.sampled_from([1, 3, 18]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 3])),
+    window=st.none() | st.integers(41, 70),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_the_kernel_agrees_with_the_reference(
-    seed: int, heads: tuple[int, int], cells: tuple[int, int], tiles: tuple[int, int, int], dtype: torch.dtype
+    seed: int,
+    heads: tuple[int, int],
+    cells: tuple[int, int],
+    tiles: tuple[int, int, int],
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     """Of bfloat16 inputs are the same numbers; how weights (on a device) and results are rounded differs."""
     random = np.random.default_rng(seed)
@@ -58,7 +67,9 @@ def test_the_kernel_agrees_with_the_reference(
     q = random_queries(step.num_real + padding, num_heads, head_dim, dtype)
     rtol = 1e-5 if dtype == torch.float32 else 0.02 if KERNEL_DEVICE == "cuda" else 0.008
     atol = 1e-5 if dtype == torch.float32 else 0.005
-    assert_agrees(step, cache, q, rtol=rtol, atol=atol, num_splits=num_splits, rows_per_tile=rows_per_tile)
+    assert_agrees(
+        step, cache, q, rtol=rtol, atol=atol, window=window, num_splits=num_splits, rows_per_tile=rows_per_tile
+    )
 
 
 def test_nothing_is_read_that_no_row_sees() -> None:

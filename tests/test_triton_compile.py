@@ -29,7 +29,7 @@ REGISTERS = 65_536
 """Of a multiprocessor."""
 
 KERNELS = {
-    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_silu_rows"),
+    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_rows"),
     *("move_kv_paths", "rank_blocks", "finish_rows", "rank_listed"),
 }
 
@@ -37,11 +37,13 @@ WIDE, MANY = (
     {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
     for heads, kv_heads, width in ((8, 2, 256), (16, 16, 80))
 )
+GEMMA = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512}
 MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[tuple[int, int], ...]]] = {
     "qwen2.5-1.5b": ("qwen2.5-1.5b", {}, "bfloat16", ((64, 64), (1, 1), (256, 256), (512, 64), (2048, 256))),
     "qwen2.5-0.5b, float32": ("qwen2.5-0.5b", {}, "float32", ((8, 1),)),
     "qwen3-8b": ("qwen3-8b", {}, "bfloat16", ((64, 8), (8, 8))),
-    "heads of 256": ("qwen2.5-1.5b", WIDE, "bfloat16", ((64, 8),)),
+    "gemma 3": ("qwen2.5-1.5b", WIDE | GEMMA, "bfloat16", ((64, 8),)),
+    "glm-4": ("qwen2.5-3b", {"model_type": "glm4", "pad_token_id": 0}, "bfloat16", ((64, 8),)),
     "heads of 80": ("qwen2.5-1.5b", MANY, "bfloat16", ((64, 8),)),
 }
 """Name -> shape and changes of its config, dtype, and the steps: (rows, sequences).
@@ -51,7 +53,7 @@ The first has all kinds of steps, the others one with the highest blocks and wit
 
 FIRST, HOPPER = "qwen2.5-1.5b", 90
 
-OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_silu_rows")
+OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_rows")
 ONCE = ("embedding", "zeros", "move_kv_paths", "mm", "rank_blocks", "finish_rows")
 STEP = {"copy_": 2, "add_rms_norm_rows": 57, "linear": 112} | dict.fromkeys(OF_A_LAYER, 28) | dict.fromkeys(ONCE, 1)
 """What a step of 64 sequences without drafts launches for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""

@@ -188,12 +188,19 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
             load(file.parent)
 
 
+HYBRID: dict[str, Any] = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 12}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported: llama, qwen2, qwen3"),
+    ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported: llama, qwen2, qwen3, mistral"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
-    ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+    ({"layer_types": ["chunked_attention"] * 8}, "layer_types is .*; supported: full_attention, sliding_attention"),
+    (HYBRID | {"layer_types": ["attention"] * 8}, "num_local_experts is 8; supported: 0"),
+    (
+        HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
+        "layer_types is .*'linear_attention'.*; supported: full_attention",
+    ),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters is .*'yarn'.*; supported: rope_"),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters is .*'proportional'.*; supported: rope_"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "rope_scaling: factor is 0; expected a number"),
     ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters is .* for the whole head"),
     ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters is .*mrope_section"),
     ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; supported: divisors of 4 heads"),
@@ -201,7 +208,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a number from 1e-12 to 1"),
     ({"rms_norm_eps": 2}, "rms_norm_eps is 2; expected a number from 1e-12 to 1"),
     ({"rope_theta": 1e300}, r"rope_theta is 1e\+300; expected a number from 1e-12 to 1,000,000,000,000"),
-    ({"auto_map": 5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters is"),
+    ({"auto_map": 5, "rope_scaling": {"rope_type": "x", "factor": 4.0}}, "rope_parameters is"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; expected a number"),
     ({"rms_norm_eps": -1}, "rms_norm_eps is -1; expected a number"),
     ({"rms_norm_eps": None}, "transformers cannot read this config: .*rms_norm_eps"),
@@ -217,6 +224,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": True}, "vocab_size is True; expected an integer"),
     ({"num_attention_heads": -4}, "num_attention_heads is -4; expected an integer"),
     ({"num_attention_heads": "4"}, "num_attention_heads is '4'; expected an integer"),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
     ({"max_position_embeddings": 0}, "max_position_embeddings is 0; expected an integer"),
     ({"intermediate_size": [40]}, r"intermediate_size is \[40\]; expected an integer"),
 ]
@@ -239,8 +247,9 @@ def test_configs_of_older_and_newer_transformers_mean_the_same(family: str, rope
     new: dict[str, Any] = AutoConfig.for_model(**deepcopy(old)).to_dict()
     assert "rope_theta" not in new  # the newer layout indeed
     assert config == config_from_hf(new)
-    assert config.rope.rope_theta == 5000.0
-    assert config.rope.original_max_position_embeddings == (64 if rope and "low_freq_factor" in rope else 8192)
+    num_pairs = len(config.layers[0].rope.frequencies)
+    slowest = config.layers[0].rope.frequencies[-1]  # that of theta 5000, stretched where the config asks for it
+    assert slowest == pytest.approx(5000.0 ** (1 / num_pairs - 1) / (rope or {}).get("factor", 1.0))
 
 
 def test_initial_weights_are_of_their_seed_alone() -> None:

@@ -40,6 +40,7 @@ def attend_tree(
     scratch: AttentionScratch,
     block_m: int,
     num_splits: int,
+    window: int | None = None,
 ) -> None:
     """Attend from the rows of a step to the cache of one layer, with scale E**-0.5.
 
@@ -52,6 +53,7 @@ def attend_tree(
         scratch: Room for partial results.
         block_m: Query heads of all rows of a tile, padded: the height of the kernel's matrix products.
         num_splits: Programs that share the keys of one tile and key-value head.
+        window: See `AttentionPlan.attend`; more than a draft tree has nodes, so that a node sees its whole branch.
     """
     head_dim, page_size, num_kv_heads = q.shape[2], *keys.shape[1:3]
     assert all(tensor.is_contiguous() and tensor.dtype == q.dtype for tensor in (q, keys, values, out))
@@ -72,11 +74,13 @@ def attend_tree(
         *(q, keys, values, rows.tiles, rows.page_tables, rows.context_lengths, rows.ancestors, rows.split_keys),
         *results,
         rows.page_tables.shape[1],
+        rows.positions,
         **constants,
         PAGE_SIZE=page_size,
         NUM_WORDS=rows.ancestors.shape[1],
         KEY_BLOCK=keys_at_once(head_dim, keys.dtype),
         SPLIT=num_splits > 1,
+        WINDOW=window or 0,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
         maxnreg=max_registers(block_m=block_m, head_dim=head_dim, dtype=q.dtype),
@@ -107,6 +111,7 @@ def attend_tiles(  # noqa: PLR0915
     partial_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     table_width: tl.tensor,
+    positions: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     E: tl.constexpr,
@@ -116,6 +121,7 @@ def attend_tiles(  # noqa: PLR0915
     NUM_WORDS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Grid (tiles x KV_HEADS, splits): keys in the order of the pages, draft nodes under masks of ancestor bits."""
     program, split = tl.program_id(0), tl.program_id(1)
@@ -139,6 +145,9 @@ def attend_tiles(  # noqa: PLR0915
     q = tl.load(q_ptr + elements, mask=(dims < E)[None, :], other=0.0)
     context = tl.load(context_lengths + row)
     shared = tl.min(context, 0)  # all rows see all positions before it
+    if WINDOW:
+        oldest = tl.load(positions + row) - (WINDOW - 1)  # position that a row sees first
+        begin = tl.maximum(begin, tl.min(oldest, 0) // KEY_BLOCK * KEY_BLOCK)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -153,6 +162,8 @@ def attend_tiles(  # noqa: PLR0915
         values = tl.load(values_ptr + addresses, mask=loaded, other=0.0)
         node = position[None, :] - context[:, None]  # [M, KEY_BLOCK], index in the tree unless negative
         seen = exists[None, :] & (node < 0)
+        if WINDOW:
+            seen = seen & (position[None, :] >= oldest[:, None])
         if start + KEY_BLOCK > shared:
             has_bit = exists[None, :] & (node >= 0) & (node < 32 * NUM_WORDS)
             bits = tl.load(ancestors + (row * NUM_WORDS)[:, None] + node // 32, mask=has_bit, other=0)

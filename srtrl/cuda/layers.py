@@ -1,30 +1,30 @@
 """The decoder's forward pass on a CUDA device: `Transformer.forward` with fused kernels between the matrix products.
 
 Nine launches per layer: four matrix products, two residual adds with their norms, rotation and store, attention, and
-the gated activation; one more where keys are split. All that is read lies at fixed addresses and nothing here asks the
-device anything, so a CUDA graph can hold it.
+the gated activation; one more where keys are split, and one for each norm that a family has beside these. All that is
+read lies at fixed addresses and nothing here asks the device anything, so a CUDA graph can hold it.
 
 Each kernel rounds where `transformer.py` rounds: half types are computed in float32 and rounded after every operation
 that the eager model does alone. So the elementwise parts have its bits; sums over a row differ in their order. Every
 program takes one row, or a part of one, so the bits of a row do not depend on other rows. Letters: `srtrl/types.py`.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from srtrl.cuda.attention import attend_tree
 from srtrl.cuda.jit import jit
 from srtrl.cuda.tiles import AttentionScratch, TiledRows
 from srtrl.model.paged_attention import KVCache
-from srtrl.model.transformer import Layer, Transformer
+from srtrl.model.transformer import LLAMA, Layer, Style, Transformer
 
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
-_NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated_silu` takes
+_NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated` takes
 _PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
 
 
@@ -34,7 +34,7 @@ def fused_forward(
     cache: KVCache,
     rows: TiledRows,
     *,
-    rotary: Tensor,
+    rotary: Sequence[Tensor],
     block_m: int,
     num_splits: int,
     scratch: AttentionScratch,
@@ -46,49 +46,82 @@ def fused_forward(
         model: Its weights are float32 or bfloat16, as is the cache.
         cache: Token-major; the rows' keys and values are written.
         rows: On the device; token ids of padding rows too must be tokens of the vocabulary.
-        rotary: [more than every position, 2 E], `RotaryTable.build`: a table of the decoder's own, for the update may
-            replace the model's at any step, and a captured graph would then read memory that is freed.
+        rotary: [more than every position, 2 E] each, `RotaryTable.build`: tables of the decoder's own, for the update
+            may replace the model's at any step, and a captured graph would then read memory that is freed.
         block_m: See `attend_tree`; the tiles of `rows` were made for it.
         num_splits: See `attend_tree`.
         scratch: Partial results of the attention.
         out: [N, D].
     """
-    eps = model.config.rms_norm_eps
-    hidden = functional.embedding(rows.token_ids, model.embedding)  # [N, D], from here on the residual stream
+    eps, style = model.config.rms_norm_eps, model.config.style
+    hidden = model.embed(rows.token_ids)  # [N, D], from here on the residual stream
     # Zeros, for the kernel leaves padding rows out, and 0 * NaN is NaN.
     attended = hidden.new_zeros(len(hidden), model.config.num_attention_heads, model.config.head_dim)
     update = None
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
         keys, values = cache.kernel_keys(index), cache.kernel_values(index)
-        normed = add_rms_norm(hidden, update, layer.attention_norm, eps)
+        table = rotary[model.layer_rotary[index]]
+        normed = add_rms_norm(hidden, update, layer.attention_norm, eps, style)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         qkv = layer.qkv_proj(normed)  # [N, (H + 2 K) E]
-        q = rope_and_store(qkv, rotary, rows.positions, rows.kv_indices, keys, values, norms, eps)
-        attend_tree(q, keys, values, rows, attended, scratch=scratch, block_m=block_m, num_splits=num_splits)
+        if norms is not None and style.qk_norm == "projection":
+            q_width = len(norms[0])
+            for heads, weight in zip((qkv[:, :q_width], qkv[:, q_width : q_width + len(norms[1])]), norms, strict=True):
+                add_rms_norm(heads, None, weight, eps, style, out=heads)
+            norms = None
+        q = rope_and_store(
+            qkv, table, rows.positions, rows.kv_indices, keys, values, norms, eps, layer.rotary_dim, style
+        )
+        attend_tree(
+            *(q, keys, values, rows, attended),
+            scratch=scratch,
+            block_m=block_m,
+            num_splits=num_splits,
+            window=layer.window,
+        )
         update = layer.o_proj(attended.flatten(1))
-        normed = add_rms_norm(hidden, update, layer.mlp_norm, eps)
-        update = layer.down_proj(gated_silu(layer.gate_up_proj(normed)))
-    add_rms_norm(hidden, update, model.final_norm, eps, out=out)
+        if layer.attention_out_norm is not None:
+            update = add_rms_norm(update, None, layer.attention_out_norm, eps, style)
+        normed = add_rms_norm(hidden, update, layer.mlp_norm, eps, style)
+        update = layer.down_proj(gated(layer.gate_up_proj(normed), style))
+        if layer.mlp_out_norm is not None:
+            update = add_rms_norm(update, None, layer.mlp_out_norm, eps, style)
+    add_rms_norm(hidden, update, model.final_norm, eps, style, out=out)
+    if style.logit_scale != 1:
+        out.mul_(style.logit_scale)
 
 
 def add_rms_norm(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, *, out: Tensor | None = None
+    hidden: Tensor,
+    update: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    style: Style = LLAMA,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Add `update` to the residual stream `hidden`, both [N, D], in place; returns its `transformer.rms_norm`, [N, D].
 
-    Without `update` only the norm. It is written to `out` [N, D] where that is given.
+    Without `update` only the norm; without `weight` only the sum, which is returned. The norm is written to `out`
+    [N, D] where that is given; it may be `hidden`, and then a part of wider rows.
     """
+    if weight is None:
+        return hidden if update is None else hidden.add_(update)
     num_rows, width = hidden.shape
     normed = torch.empty_like(hidden) if out is None else out
     added = hidden if update is None else update
-    assert all(tensor.is_contiguous() and tensor.shape == hidden.shape for tensor in (hidden, added, normed))
+    assert all(tensor.stride() == (hidden.stride(0), 1) for tensor in (hidden, added, normed) if num_rows > 1)
+    assert added.shape == normed.shape == hidden.shape
     block = triton.next_power_of_2(width)
     add_rms_norm_rows[(num_rows,)](
-        *(hidden, added, weight, normed, eps),
+        *(hidden, added, weight, normed, eps, hidden.stride(0)),
         WIDTH=width,
         BLOCK=block,
         HAS_UPDATE=update is not None,
+        UPDATE_SCALE=style.residual_scale,
+        WIDE=style.wide_norms,
+        OFFSET=style.norm_offset,
         num_warps=min(8, max(1, block // 512)),
         enable_fp_fusion=False,
     )
@@ -102,46 +135,61 @@ def add_rms_norm_rows(
     weight: tl.tensor,
     normed: tl.tensor,
     eps: tl.tensor,
+    stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
+    UPDATE_SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
     """One program per row."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    start = tl.program_id(0).to(tl.int64) * WIDTH
+    start = tl.program_id(0).to(tl.int64) * stride
     stream = tl.load(hidden + start + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_UPDATE:
         added = tl.load(update + start + columns, mask=inside, other=0.0).to(tl.float32)
+        if UPDATE_SCALE != 1:
+            added = rounded(added * UPDATE_SCALE, dtype)
         stream = rounded(stream + added, dtype)
         tl.store(hidden + start + columns, stream, mask=inside)
     factor = tl.rsqrt(tl.sum(stream * stream, axis=0) / WIDTH + eps)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + start + columns, rounded(stream * factor, dtype) * weights, mask=inside)
+    scaled = stream * factor if WIDE else rounded(stream * factor, dtype)
+    tl.store(normed + start + columns, scaled * (weights + OFFSET), mask=inside)
 
 
-def gated_silu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, [N, I], of the fused projection's rows `gate_up` [N, 2 I]."""
+def gated(gate_up: Tensor, style: Style = LLAMA) -> Tensor:
+    """`transformer.activate(gate) * up`, [N, I], of the fused projection's rows `gate_up` [N, 2 I]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(num_rows, width)
     block = min(_NUMBERS_AT_ONCE, triton.next_power_of_2(width))
-    gated_silu_rows[(num_rows, triton.cdiv(width, block))](
-        *(gate_up, out), WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False
+    gated_rows[(num_rows, triton.cdiv(width, block))](
+        *(gate_up, out),
+        WIDTH=width,
+        BLOCK=block,
+        IS_GELU=style.activation == "gelu_tanh",
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 
 
 @jit
-def gated_silu_rows(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """One program per row and block."""
+def gated_rows(
+    gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
+) -> None:
+    """One program per row and block. GELU by tanh is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), out.dtype.element_ty)
+    argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-argument)), out.dtype.element_ty)
     tl.store(out + row * WIDTH + columns, activated * up, mask=inside)
 
 
@@ -207,6 +255,8 @@ def rope_and_store(
     values: Tensor,
     qk_norm: tuple[Tensor, Tensor] | None,
     eps: float,
+    rotary_dim: int,
+    style: Style = LLAMA,
 ) -> Tensor:
     """Rotate queries and keys and store keys and values, of the fused projection's rows.
 
@@ -219,6 +269,8 @@ def rope_and_store(
         values: Likewise.
         qk_norm: Weights [E] of the norms of query and key heads before the rotation (Qwen3).
         eps: Of these norms.
+        rotary_dim: Numbers of a head that are rotated, the first ones.
+        style: Which of them are pairs, and how the norms round.
 
     Returns:
         The rotated queries, [N, H, E].
@@ -241,6 +293,10 @@ def rope_and_store(
         BLOCK=triton.next_power_of_2(head_dim),
         HEADS_AT_ONCE=at_once,
         QK_NORM=qk_norm is not None,
+        ROTARY=rotary_dim,
+        INTERLEAVED=style.interleaved,
+        WIDE=style.wide_norms,
+        OFFSET=style.norm_offset,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -265,13 +321,18 @@ def rope_and_store_heads(
     BLOCK: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
     QK_NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
     """One program per row and group of heads, of queries, keys, values in this order."""
     dtype: tl.constexpr = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
-    partners = (lanes + HEAD_DIM // 2) % HEAD_DIM  # the other number of each rotated pair
+    partners = lanes ^ 1 if INTERLEAVED else (lanes + ROTARY // 2) % ROTARY  # the other number of each rotated pair
+    partners = tl.where(lanes < ROTARY, partners, lanes)
     inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (lanes < HEAD_DIM)
     is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
     source = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * HEAD_DIM
@@ -279,8 +340,9 @@ def rope_and_store_heads(
     x, partner = loaded.to(tl.float32), tl.load(source + partners, mask=inside, other=0.0).to(tl.float32)
     if QK_NORM:
         factor = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = normed_heads(x * factor, q_weight + lanes, k_weight + lanes, inside, is_query, dtype)
-        partner = normed_heads(partner * factor, q_weight + partners, k_weight + partners, inside, is_query, dtype)
+        x = normed_heads(x * factor, q_weight + lanes, k_weight + lanes, inside, is_query, dtype, WIDE, OFFSET)
+        weights = q_weight + partners, k_weight + partners
+        partner = normed_heads(partner * factor, weights[0], weights[1], inside, is_query, dtype, WIDE, OFFSET)
     angles = rotary + tl.load(positions + row).to(tl.int64) * (2 * HEAD_DIM) + lanes
     cosine = tl.load(angles, mask=lanes < HEAD_DIM, other=0.0).to(tl.float32)
     sine = tl.load(angles + HEAD_DIM, mask=lanes < HEAD_DIM, other=0.0).to(tl.float32)  # negated in the first half
@@ -303,8 +365,11 @@ def normed_heads(
     inside: tl.tensor,
     is_query: tl.tensor,
     DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> tl.tensor:
     """Heads that are `scaled` to length times their norm's weights: one vector for query heads, one for key heads."""
     of_queries = tl.load(q_weights, mask=inside & is_query, other=0.0)
     of_keys = tl.load(k_weights, mask=inside & ~is_query, other=0.0)
-    return rounded(rounded(scaled, DTYPE) * (of_queries + of_keys).to(tl.float32), DTYPE)
+    scaled = scaled if WIDE else rounded(scaled, DTYPE)
+    return rounded(scaled * ((of_queries + of_keys).to(tl.float32) + OFFSET), DTYPE)

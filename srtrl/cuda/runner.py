@@ -122,9 +122,19 @@ class CudaRunner(Runner):
     is_asynchronous = True
 
     def __init__(self, policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> None:
-        """`max_sequence_tokens`: longest prompt and response together."""
+        """`max_sequence_tokens`: longest prompt and response together.
+
+        Raises:
+            ValueError: A window of the model is no longer than a draft tree may be deep.
+        """
         super().__init__(policy, options, token_major=True)
         config, device = policy.config, policy.device
+        windows = [kind.window for kind in config.layers if kind.window is not None]
+        if min(windows, default=2**31) <= options.max_draft_nodes:
+            raise ValueError(
+                f"this model's window of {min(windows)} tokens must exceed the {options.max_draft_nodes} nodes that a "
+                "draft tree may have on CUDA"
+            )
         is_cuda = device.type == "cuda"
         # Else cuBLAS may add the parts of a product in bfloat16, if it is small: the decoder's alone, not the update's.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -147,8 +157,8 @@ class CudaRunner(Runner):
         self._num_top = options.num_top
         self._results = PinnedCopy(2 * (1 + self._num_top) * aligned(largest.step.num_sampled), device)
         self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
-        # A table of its own: the model's is made anew when the update needs a longer one.
-        self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
+        # Tables of its own: the model's are made anew when the update needs longer ones.
+        self._rotary = [table.build(self.planner.max_positions, self.model.dtype, device) for table in policy.rotary]
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
         self._sampling = SamplingScratch(LOGITS_AT_ONCE, config.vocab_size, device)
         self._attention = AttentionScratch(config.head_dim, device)

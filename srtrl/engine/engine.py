@@ -57,8 +57,8 @@ class Engine:
         if self.max_sequence_tokens > policy.config.max_position_embeddings:
             raise ValueError(
                 f"sequences of up to {self.max_sequence_tokens} tokens are asked for, but the model was made for "
-                f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json): lower "
-                "rollout.max_prompt_tokens or rollout.max_new_tokens"
+                f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json, or the limit of "
+                "its family in docs/models.md): lower rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
         self.runner = runner or CpuRunner(policy, options)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)

@@ -20,6 +20,7 @@ ADAPTER_FOLDER = "adapter"
 """In a checkpoint."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_NAME = "base_model.model.{}.weight"
+_MATRICES = ("_proj.lora_A", "_linear.lora_A")
 _PLAIN_LORA: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -71,7 +72,7 @@ def merge_adapter(model: Transformer, adapter: Adapter, folder: Path) -> None:
         ValueError: it has a tensor that fits no matrix of the layers, or one without the other.
     """
     places, tensors = named_tensors(model), dict(adapter.tensors)
-    for name in [name.removesuffix(".lora_A") for name in tensors if name.endswith("_proj.lora_A")]:
+    for name in [name.removesuffix(".lora_A") for name in tensors if name.endswith(_MATRICES)]:
         weight, lora_a = places.get(f"{name}.weight"), tensors.pop(f"{name}.lora_A")
         lora_b = tensors.pop(f"{name}.lora_B", None)
         if weight is None or lora_b is None:

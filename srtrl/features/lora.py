@@ -69,7 +69,7 @@ class LoraAdamW(MasterAdamW):
         model.requires_grad_(False)
         hooked: list[tuple[Tensor, list[AdaptedMatrix]]] = []
         for index, layer in enumerate(model.layers):
-            for linear, modules in fused_projections(cast(Layer, layer), f"model.layers.{index}"):
+            for linear, modules in fused_projections(model.config, cast(Layer, layer), index):
                 parts = list(self._adapt(linear.weight, modules, generator))
                 self.matrices += parts
                 if parts:
@@ -179,10 +179,13 @@ def check_rank(section: LoraSection, config: ModelConfig) -> None:
     """Raise ValueError if the rank is larger than a side of a targeted matrix, where it could add nothing."""
     sides = {
         name.rpartition(".")[2]: min(num_rows, linear.in_features)
-        for linear, modules in fused_projections(Layer(config, torch.bfloat16, torch.device("meta")), "")
+        for linear, modules in fused_projections(config, Layer(config, torch.bfloat16, torch.device("meta")), 0)
         for name, num_rows in modules.items()
     }
-    limit = min(sides[name] for name in (sides if section.targets == "all_linear" else section.targets))
+    targets = sides.keys() if section.targets == "all_linear" else section.targets
+    if missing := [name for name in targets if name not in sides]:
+        raise ValueError(f"model.lora.targets: {missing[0]} is none of this model's matrices: {', '.join(sides)}")
+    limit = min(sides[name] for name in targets)
     if section.rank > limit:
         reason = "the smallest side of the matrices of model.lora.targets"
         raise ValueError(f"model.lora.rank: expected at most {limit}, {reason}; found {section.rank}")

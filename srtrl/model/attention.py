@@ -28,7 +28,7 @@ class AttentionPlan(Protocol):
     def num_positions(self) -> int:
         """Greater than every position; a number on the host, so that growing the rotary table needs no device copy."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Attend in one layer, with scale E**-0.5.
 
         Args:
@@ -36,6 +36,7 @@ class AttentionPlan(Protocol):
             q: Rotated queries, [T, H, E]; like `k` and `v` possibly a view with strides.
             k: Rotated keys, [T, K, E].
             v: Values, [T, K, E].
+            window: A token sees the last `window` positions, its own included; None: all.
 
         Returns:
             Attention output, [T, H, E], in the dtype of `v`.
@@ -82,22 +83,25 @@ class PackedPlan:
             for counts in (self.num_added, self.lengths)
         )
         """Of each sequence, in the packed rows and in the joined paths, then their number: [B + 1] int32."""
+        self._buckets: dict[int | None, PaddedBuckets] = {}
+        """By window."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Causal attention within each sequence; see `AttentionPlan.attend`."""
         if v.device.type != "cuda" or v.dtype not in HALF_DTYPES:
-            return self._padded.attend(q, k, v)
+            return self._padded(window).attend(q, k, v)
         starts, longest = (self.query_starts, self.key_starts), (max(self.num_added), self.num_positions)
-        return varlen_attention(q, self._keys(k), self._keys(v), starts, longest)
+        return varlen_attention(q, self._keys(k), self._keys(v), starts, longest, window)
 
     @functools.cached_property
     def _keys(self) -> "Gather":
         return Gather(copy_to_device(torch.cat(self.paths), self.device), len(self.positions))
 
-    @functools.cached_property
-    def _padded(self) -> "PaddedBuckets":
-        with torch.inference_mode(False):  # the plan may serve an update after a pass in inference mode
-            return PaddedBuckets(self.paths, self.num_added, self.device)
+    def _padded(self, window: int | None) -> "PaddedBuckets":
+        if window not in self._buckets:
+            with torch.inference_mode(False):  # the plan may serve an update after a pass in inference mode
+                self._buckets[window] = PaddedBuckets(self.paths, self.num_added, self.device, window)
+        return self._buckets[window]
 
 
 class Gather:
@@ -132,7 +136,12 @@ class _Gather(torch.autograd.Function):
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    window: int | None = None,
 ) -> Tensor:
     """Causal FlashAttention within each packed sequence, with scale E**-0.5; differentiable.
 
@@ -144,6 +153,7 @@ def varlen_attention(
         v: [S, K, E].
         starts: where each sequence's queries and its keys begin, then their number: [B + 1] int32 each, on the device.
         longest: maximum number of queries and of keys of a sequence.
+        window: see `AttentionPlan.attend`.
 
     Returns:
         [T, H, E], in the dtype of `v`.
@@ -157,7 +167,7 @@ def varlen_attention(
     if not _takes_shared_heads(varlen.varlen_attn):
         k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [S, H, E]
     options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
-    out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=(-1, 0), **options)
+    out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=((window or 0) - 1, 0), **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -202,7 +212,9 @@ def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 class PaddedBuckets:
     """Packed sequences laid out in a few padded batches; gathers lay the tokens out and back."""
 
-    def __init__(self, paths: Sequence[Tensor], num_added: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, paths: Sequence[Tensor], num_added: Sequence[int], device: torch.device, window: int | None = None
+    ) -> None:
         counts, added = torch.tensor([len(path) for path in paths]), torch.tensor(num_added)  # [B]
         starts, path = counts.cumsum(0) - counts, torch.cat(list(paths))  # [B], [S]
         self._counts: list[int] = []  # B of each bucket
@@ -217,8 +229,10 @@ class PaddedBuckets:
                 steps, key_steps = torch.minimum(steps, last), torch.arange(int(last.max()) + 1)  # [B, Q], [L]
                 queries.append(path[starts[bucket] + steps].flatten())  # padding repeats the last token
                 keys.append(path[starts[bucket] + torch.minimum(key_steps, last)].flatten())
-                mask = (key_steps <= steps[..., None])[:, None] if first.any() else None
-                self._masks.append(None if mask is None else copy_to_device(mask, device))
+                is_narrow = window is not None and window < len(key_steps)
+                distances = steps[..., None] - key_steps  # [B, Q, L]
+                mask = ((distances >= 0) & (distances < (window or len(key_steps))))[:, None]
+                self._masks.append(copy_to_device(mask, device) if first.any() or is_narrow else None)
                 self._counts.append(len(bucket))
         self._sizes = [[len(rows) for rows in buckets] for buckets in (queries, keys, keys)]
         num_rows = int(added.sum())
@@ -265,7 +279,12 @@ def bucket_by_length(lengths: Sequence[int], shortest_share: float = 0.875) -> l
 
 
 def packed_attention_reference(
-    lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, num_queries: Sequence[int] | None = None
+    lengths: Sequence[int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_queries: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention within each sequence, written out: a sequence and an explicit softmax at a time.
 
@@ -279,7 +298,9 @@ def packed_attention_reference(
     for q_one, k_one, v_one in zip(*parts, strict=True):
         keys, values = (heads.repeat_interleave(num_shared, dim=1) for heads in (k_one, v_one))  # [L, H, E]
         scores = torch.einsum("ihe,jhe->hij", q_one, keys) * q.shape[-1] ** -0.5  # [H, Q, L]
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + len(keys) - len(q_one))
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        steps = torch.arange(len(keys), device=q.device)
+        distances = steps[len(keys) - len(q_one) :, None] - steps  # [Q, L]
+        unseen = (distances < 0) | (distances >= (window or len(keys)))
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         outputs.append(torch.einsum("hij,jhe->ihe", weights, values))
     return torch.cat(outputs)

@@ -138,7 +138,7 @@ class ReferencePlan:
         pages, offsets = page_and_offset(positions, self.cache.page_size)
         return rows.page_tables[rows.row_tables[row]][pages].long(), offsets
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Store the rows' keys and values, then attend, softmax in at least float32; padding comes out as zeros."""
         key_pages, value_pages = self.cache.key_pages[layer], self.cache.value_pages[layer]
         pages, offsets = self.targets
@@ -147,6 +147,8 @@ class ReferencePlan:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for row, (pages, offsets) in zip(self.real.tolist(), self.seen, strict=True):
+            if window is not None:  # they are in order of position
+                pages, offsets = pages[-window:], offsets[-window:]  # noqa: PLW2901
             keys = key_pages[pages, :, :, offsets].to(wide)  # [n, K, E]
             values = value_pages[pages, :, offsets].to(wide)  # [n, K, E]
             grouped = q[row].to(wide).reshape(keys.shape[1], -1, q.shape[-1])  # [K, H / K, E]
@@ -179,7 +181,7 @@ class PagedPlan:
         self._branch_starts = np.searchsorted(owners, np.arange(len(bits) + 1))
         self._longest = int(self._contexts.max() + np.diff(self._branch_starts).max())
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
         keys, values = self.cache.key_pages[layer].numpy(), self.cache.value_pages[layer].numpy()
         # Contiguous for any number of rows: other strides would be another type, and compile once more.
@@ -189,7 +191,8 @@ class PagedPlan:
         out = torch.zeros(q.shape)
         tables = self._page_tables, self._row_tables, self._contexts, self._branches, self._branch_starts
         scale = np.float32(q.shape[-1] ** -0.5)
-        attend_paged(AttentionInputs(q_rows, keys, values, *tables, scale, self._longest), out.numpy())
+        inputs = AttentionInputs(q_rows, keys, values, *tables, scale, self._longest, window or self._longest)
+        attend_paged(inputs, out.numpy())
         return out.to(q.dtype)
 
 
@@ -229,7 +232,9 @@ class AttentionInputs(NamedTuple):
     scale: np.float32
     """Factor of the scores."""
     longest: int
-    """No row sees more keys."""
+    """No row has more keys."""
+    window: int
+    """A row sees the last of its keys, as many as this; they are in order of position."""
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
@@ -243,7 +248,8 @@ def attend_paged(inputs: AttentionInputs, out: Array) -> None:
 @inner
 def _attend_row(n: np.int64, inputs: AttentionInputs, out: Array) -> None:
     """Attention of row n, see `attend_paged`: in a parallel function this would take twice as long to compile."""
-    q, key_pages, value_pages, page_tables, row_tables, context_lengths, branches, starts, scale, longest = inputs
+    q, key_pages, value_pages, page_tables, row_tables = inputs[:5]
+    context_lengths, branches, starts, scale, longest, window = inputs[5:]
     num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
     group, width = q.shape[1] // num_kv_heads, q.shape[2]
     context, pages, branch = (
@@ -251,6 +257,7 @@ def _attend_row(n: np.int64, inputs: AttentionInputs, out: Array) -> None:
         page_tables[row_tables[n]],
         branches[starts[n] : starts[n + 1]],
     )
+    first = max(0, context + len(branch) - window)
     room = longest + page_size + NUM_LANES
     scratch = np.empty((3, group, width), np.float32)
     queries, sums, inverse = scratch[0], scratch[1], scratch[2, :, 0]
@@ -261,10 +268,10 @@ def _attend_row(n: np.int64, inputs: AttentionInputs, out: Array) -> None:
             for e in range(width):
                 queries[g, e] = q[n, head * group + g, e] * scale
                 sums[g, e] = 0
-        _score_keys(queries, key_pages, head, pages, context, branch, scores)
+        _score_keys(queries, key_pages, head, pages, context, branch, first, scores)
         for g in range(group):
-            inverse[g] = np.float32(1) / _softmax(scores[g], powers, context + len(branch))
-        _sum_values(scores, value_pages, head, pages, context, branch, sums)
+            inverse[g] = np.float32(1) / _softmax(scores[g], powers, first, context + len(branch))
+        _sum_values(scores, value_pages, head, pages, context, branch, first, sums)
         for g in range(group):
             for e in range(width):
                 out[n, head * group + g, e] = sums[g, e] * inverse[g]
@@ -272,11 +279,13 @@ def _attend_row(n: np.int64, inputs: AttentionInputs, out: Array) -> None:
 
 @numba.njit(inline="always")
 def _score_keys(
-    queries: Array, key_pages: Array, head: int, pages: Array, context: int, branch: Array, scores: Array
+    queries: Array, key_pages: Array, head: int, pages: Array, context: int, branch: Array, first: int, scores: Array
 ) -> None:
-    """scores[g, i] = queries[g] . key, over the context's pages and then the KV indices `branch`."""
+    """scores[g, i] = queries[g] . key, over the context's pages and then the KV indices `branch`, from i = `first`."""
     page_size = key_pages.shape[3]
     for p in range((context + page_size - 1) // page_size):
+        if p < first // page_size:
+            continue
         keys = key_pages[pages[p], head]  # [E, page_size]
         for g in range(queries.shape[0]):
             page_scores = scores[g, p * page_size : (p + 1) * page_size]
@@ -296,16 +305,22 @@ def _score_keys(
 
 
 @numba.njit(inline="always")
-def _softmax(scores: Array, powers: Array, length: int) -> np.float32:
-    """Replace `scores[:length]` by e**(score - max); returns their sum. `powers` is int32 scratch as long."""
-    highest = scores[0]
-    for t in range(1, length):
-        highest = max(highest, scores[t])
-    for t in range(length):
-        scores[t], powers[t] = exp_parts(scores[t] - highest)
+def _softmax(scores: Array, powers: Array, first: int, length: int) -> np.float32:
+    """Replace `scores[first:length]` by e**(score - max), those before by 0; returns their sum.
+
+    `powers` is int32 scratch as long as `scores`.
+    """
+    seen = scores[first:length]  # loops from 0: from elsewhere they are slower
+    highest = seen[0]
+    for t in range(1, len(seen)):
+        highest = max(highest, seen[t])
+    for t in range(len(seen)):
+        seen[t], powers[t] = exp_parts(seen[t] - highest)
     factors = powers.view(np.float32)
-    for t in range(length):
-        scores[t] *= factors[t]
+    for t in range(len(seen)):
+        seen[t] *= factors[t]
+    for t in range(first):
+        scores[t] = 0
     padded = (length + NUM_LANES - 1) // NUM_LANES * NUM_LANES
     for t in range(length, padded):
         scores[t] = 0
@@ -321,11 +336,13 @@ def _softmax(scores: Array, powers: Array, length: int) -> np.float32:
 
 @numba.njit(inline="always")
 def _sum_values(
-    scores: Array, value_pages: Array, head: int, pages: Array, context: int, branch: Array, sums: Array
+    scores: Array, value_pages: Array, head: int, pages: Array, context: int, branch: Array, first: int, sums: Array
 ) -> None:
-    """sums[g] += scores[g, i] * value, in the order of `_score_keys`."""
+    """sums[g] += scores[g, i] * value, in the order of `_score_keys`; scores before `first` are 0."""
     page_size = value_pages.shape[2]
     for p in range((context + page_size - 1) // page_size):
+        if p < first // page_size:
+            continue
         values = value_pages[pages[p], head]  # [page_size, E]
         for g in range(sums.shape[0]):
             for j in range(min(page_size, context - p * page_size)):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import huggingface_hub
 import torch
@@ -20,7 +20,54 @@ from srtrl.model.transformer import Layer, ModelConfig, Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+class Layout(NamedTuple):
+    """Names in a Hugging Face checkpoint of a family; those of modules within a layer."""
+
+    architecture: str
+    """The class of `transformers`."""
+    norms: Sequence[str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """Before attention, after it, before the MLP and after it, where the family has them."""
+    qkv: Sequence[str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One name where queries, keys and values are one matrix."""
+    gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+_POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_GLM_4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+_GEMMA_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+_FUSED_MLP = ("mlp.gate_up_proj",)
+_LAYOUTS = {
+    "llama": Layout("LlamaForCausalLM"),
+    "qwen2": Layout("Qwen2ForCausalLM"),
+    "qwen3": Layout("Qwen3ForCausalLM"),
+    "mistral": Layout("MistralForCausalLM"),
+    "ministral3": Layout("Ministral3ForCausalLM"),
+    "smollm3": Layout("SmolLM3ForCausalLM"),
+    "olmo2": Layout("Olmo2ForCausalLM", _POST_NORMS),
+    "olmo3": Layout("Olmo3ForCausalLM", _POST_NORMS),
+    "exaone4": Layout("Exaone4ForCausalLM", _POST_NORMS),
+    "granite": Layout("GraniteForCausalLM"),
+    "granitemoehybrid": Layout(
+        "GraniteMoeHybridForCausalLM", gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
+    ),
+    "phi3": Layout("Phi3ForCausalLM", qkv=("self_attn.qkv_proj",), gate_up=_FUSED_MLP),
+    "glm": Layout("GlmForCausalLM", gate_up=_FUSED_MLP),
+    "glm4": Layout("Glm4ForCausalLM", _GLM_4_NORMS, gate_up=_FUSED_MLP),
+    "gemma3_text": Layout("Gemma3ForCausalLM", _GEMMA_NORMS),
+    "seed_oss": Layout("SeedOssForCausalLM"),
+    "internlm3": Layout("InternLM3ForCausalLM"),
+}
+"""By `model_type`."""
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Of names where a model reads images too: of transformers 4 and 5, and what they are in a model of text alone."""
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_LEFT_OUT = (*_IMAGES, "model.mtp_layers.")
+"""Tensors that are not read: of the part for images, and of MiMo's heads that predict several tokens."""
 _INIT_STD = 0.02
 
 
@@ -50,7 +97,7 @@ def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm"):
-                parameter.fill_(1)
+                parameter.fill_(1 - config.style.norm_offset)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
@@ -77,7 +124,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     places = named_tensors(model)
     heads: list[tuple[Path, Tensor]] = []  # in the files, though tied to the embedding
     for file in files:
-        for name, tensor in read_tensors(file):
+        for stored_name, tensor in read_tensors(file):
+            name = _text_name(stored_name)
             if name in places:
                 places[name].copy_(tensor)
             elif name == "lm_head.weight":
@@ -98,20 +146,22 @@ def check_weights(folder: Path, config: ModelConfig) -> Sequence[Path]:
         ValueError: as `weight_files`, or a tensor is missing, unexpected, there twice, of another shape than the config
             says, or not in the file that the index names; the message names tensor and file.
     """
-    files, indexed = weight_files(folder), read_index(folder)
+    files, indexed = weight_files(folder), {_text_name(name): file for name, file in read_index(folder).items()}
     shapes = {name: tensor.shape for name, tensor in named_tensors(Transformer(config, torch.bfloat16, "meta")).items()}
     tied_head = {"lm_head.weight": shapes["model.embed_tokens.weight"]}  # in some files, though it need not be
     found: dict[str, Path] = {}
     for file in files:
         with opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
+            for stored_name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                name = _text_name(stored_name)
+                if name.endswith("rotary_emb.inv_freq") or name.startswith(_LEFT_OUT):  # inv_freq: in old Llama files
                     continue
                 if name in found:
                     raise ValueError(f"{file}: tensor {name} is there twice, for {found[name].name} holds it too")
                 if (expected := (tied_head | shapes).get(name)) is None:
                     raise ValueError(f"{file}: unexpected tensor {name} (a {config.model_type} has none of this name)")
-                check_shape(file, name, tensors.get_slice(name).get_shape(), expected, f"{folder / 'config.json'}")
+                shape = tensors.get_slice(stored_name).get_shape()
+                check_shape(file, stored_name, shape, expected, f"{folder / 'config.json'}")
                 found[name] = file
     for name in shapes.keys() & indexed.keys():
         if indexed[name] in files and found.get(name) != indexed[name]:
@@ -135,33 +185,41 @@ def named_tensors(model: Transformer) -> dict[str, Tensor]:
         tensors["lm_head.weight"] = model.head
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
-        prefix = f"model.layers.{index}"
-        tensors[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm
-        if layer.q_norm is not None and layer.k_norm is not None:
-            tensors[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
-            tensors[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
-        for linear, parts in fused_projections(layer, prefix):
+        norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+        named_norms = dict(zip(_LAYOUTS[model.config.model_type].norms, norms, strict=True))
+        named_norms |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        tensors |= {
+            f"model.layers.{index}.{name}.weight": weight for name, weight in named_norms.items() if weight is not None
+        }
+        for linear, parts in fused_projections(model.config, layer, index):
             for kind, fused in linear.named_parameters():  # weight [out, in], and bias [out] where there is one
                 views = fused.detach().split_with_sizes(list(parts.values()))
                 tensors |= {f"{part}.{kind}": view for part, view in zip(parts, views, strict=True)}
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def fused_projections(layer: Layer, prefix: str) -> list[tuple[nn.Linear, dict[str, int]]]:
+def fused_projections(config: ModelConfig, layer: Layer, index: int) -> list[tuple[nn.Linear, dict[str, int]]]:
     """The matrices of a layer, each with the Hugging Face modules whose rows it holds and their numbers of rows."""
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    layout = _LAYOUTS[config.model_type]
     q_width, kv_width = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    width, mlp_width = layer.o_proj.out_features, layer.down_proj.in_features
-    return [
-        (
-            layer.qkv_proj,
-            {f"{attention}.q_proj": q_width, f"{attention}.k_proj": kv_width, f"{attention}.v_proj": kv_width},
-        ),
-        (layer.o_proj, {f"{attention}.o_proj": width}),
-        (layer.gate_up_proj, {f"{mlp}.gate_proj": mlp_width, f"{mlp}.up_proj": mlp_width}),
-        (layer.down_proj, {f"{mlp}.down_proj": width}),
+    qkv_rows = (q_width, kv_width, kv_width) if len(layout.qkv) == 3 else (q_width + 2 * kv_width,)
+    num_mlp_parts = len(layout.gate_up)
+    parts = [
+        (layer.qkv_proj, layout.qkv, qkv_rows),
+        (layer.o_proj, ("self_attn.o_proj",), (config.hidden_size,)),
+        (layer.gate_up_proj, layout.gate_up, (2 * config.intermediate_size // num_mlp_parts,) * num_mlp_parts),
+        (layer.down_proj, (layout.down,), (config.hidden_size,)),
     ]
+    return [
+        (linear, {f"model.layers.{index}.{name}": size for name, size in zip(names, sizes, strict=True)})
+        for linear, names, sizes in parts
+    ]
+
+
+def _text_name(name: str) -> str:
+    """The name of a tensor of a file, in a model of text alone."""
+    prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), None)
+    return name if prefix is None else _TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
 
 
 def save_model(
@@ -196,9 +254,10 @@ def save_model(
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors makes it readable for its owner only
     config = model.config
-    fields = dict(config.hf_config) | {"architectures": [_ARCHITECTURES[config.model_type]]}
+    fields = dict(config.hf_config) | {"architectures": [_LAYOUTS[config.model_type].architecture]}
     fields["dtype"] = str(dtype).removeprefix("torch.")
-    fields.pop("torch_dtype", None)  # its name before transformers 5
+    for key in ("torch_dtype", "auto_map"):  # the type's name before transformers 5; code that is not saved
+        fields.pop(key, None)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

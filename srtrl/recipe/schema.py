@@ -25,7 +25,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 """A learning rate after its warm-up."""
 
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_FusedTarget = Literal["qkv_proj", "gate_up_proj", "input_linear", "output_linear"]  # of Phi, GLM and Granite 4
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"] | _FusedTarget
 
 
 class LoraSection(Section):
@@ -36,7 +37,7 @@ class LoraSection(Section):
     alpha: float = Field(default=32, gt=0)
     """A target's weights are W0 + (alpha / rank) B A."""
     targets: Literal["all_linear"] | Annotated[list[LoraTarget], Field(min_length=1)] = "all_linear"
-    """The matrices: all seven of a layer, or some by their names in PEFT. All else is frozen."""
+    """The matrices: all of a layer, or some by their names in PEFT. All else is frozen."""
     base: Literal["device", "host"] = "device"
     """Place of the weights W0. `host` leaves the GPU the memory of another policy, and copies W0 there in each step."""
 

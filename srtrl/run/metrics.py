@@ -109,13 +109,14 @@ def model_flops(
 
     A matrix product of [m, k] and [k, n] is 2 m k n operations, and its backward pass two such products:
 
-        forward  = 2 N T + 2 V D R + layers x 4 H E x sum of (L (L + 1) - C (C + 1)) / 2
+        forward  = 2 N T + 2 V D R + sum over layers of 4 H E x sum of (pairs of L - pairs of C)
         in all   = 3 x forward
 
     with N weights of the layers' matrices, R tokens whose logits are computed, L tokens of a sequence, of which C are
-    computed in another, and T the sum of L - C. The last term is attention: q k' and weights x v over the keys that
-    causality leaves. Norms, rotary embedding and softmax are left out, and so is what `model.gradient_checkpointing`
-    computes twice: this is what the model needs ("model FLOPs"), not what was done.
+    computed in another, and T the sum of L - C. The last term is attention: q k' and weights x v over the pairs that
+    causality and the layer's window leave: n (n + 1) / 2 in n tokens without a window. Norms, rotary embedding and
+    softmax are left out, and so is what `model.gradient_checkpointing` computes twice: this is what the model needs
+    ("model FLOPs"), not what was done.
 
     Chowdhery et al., "PaLM" (2022), appendix B, which counts L x L of attention, masked half included, and the head for
     every token.
@@ -132,12 +133,20 @@ def model_flops(
     layer_weights = width * (attention_width + 2 * config.num_key_value_heads * config.head_dim)  # q, k, v
     layer_weights += attention_width * width  # output
     layer_weights += 3 * width * config.intermediate_size  # gate, up, down
-    num_pairs = sum(length * (length + 1) // 2 for length in lengths)  # (token, token it sees)
-    num_pairs -= sum(common * (common + 1) // 2 for common in shared)
+    num_pairs = sum(
+        number * (_num_pairs(lengths, window) - _num_pairs(shared, window))
+        for window, number in Counter(kind.window for kind in config.layer_kinds).items()
+    )
     forward = 2 * config.num_hidden_layers * layer_weights * num_tokens
     forward += 2 * config.vocab_size * width * num_targets
-    forward += 4 * config.num_hidden_layers * attention_width * num_pairs
+    forward += 4 * attention_width * num_pairs
     return 3.0 * forward
+
+
+def _num_pairs(lengths: Sequence[int], window: int | None) -> int:
+    """Pairs (token, token it sees) in sequences of these lengths, under a window."""
+    outside = [max(0, length - window) if window else 0 for length in lengths]
+    return sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in outside)
 
 
 def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
