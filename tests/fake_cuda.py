@@ -504,7 +504,8 @@ def varlen_attn(
     q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, *longest: int, **options: Any
 ) -> Tensor:
     """FlashAttention's conditions, and attention by its definition."""
-    assert options.pop("window_size") == (-1, 0)
+    left, right = options.pop("window_size")
+    assert right == 0, "causal"
     assert q.shape[1] == k.shape[1] or options.pop("enable_gqa")
     assert not options
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
@@ -516,7 +517,7 @@ def varlen_attn(
     with plain():
         counts = [starts.diff().tolist() for starts in (query_starts, key_starts)]
     assert [max(lengths) for lengths in counts] == list(longest)
-    return packed_attention_reference(counts[1], q, k, v, counts[0])
+    return packed_attention_reference(counts[1], q, k, v, counts[0], window=None if left < 0 else left + 1)
 
 
 @contextmanager
