@@ -6,15 +6,18 @@ and the table of all of them comes last. `--write-docs FILE` puts it between the
 """
 
 import argparse
+import functools
 import gzip
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +26,20 @@ sys.path.append(str(ROOT / "tests"))  # the cases of the runners' tests
 TOTAL_SECONDS = 540
 STAGES = {
     "versions": 60,
-    "tests": 200,
-    "graphs": 90,
     "values": 120,
+    "graphs": 90,
     "synchronisations": 60,
     "decode": 120,
+    "training": 200,
+    "rollouts": 200,
     "draft_head": 60,
     "transformers": 90,
-    "rollouts": 200,
-    "training": 200,
+    "tests": TOTAL_SECONDS,
 }
-"""Stage -> seconds it may take, of what is left of all."""
+"""Stage -> seconds it may take, of what is left of all. The tests come last: they compile hundreds of kernels."""
+
+TAIL = 8
+"""Lines that are shown of a stage that failed."""
 
 MARKS = ("<!-- gpu stages -->\n", "<!-- end of gpu stages -->")
 Row = dict[str, Any]
@@ -41,10 +47,19 @@ Row = dict[str, Any]
 
 def build(device: str, *, num_layers: int, slots: int, cuda_graphs: bool = True) -> Any:
     """A CUDA runner of Qwen2.5-1.5B with random weights, or of a tiny model on a CPU."""
-    import torch
-
     from srtrl.cuda.runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
+
+    runner = CudaRunner(random_policy(device, num_layers), EngineOptions(slots=slots, cuda_graphs=cuda_graphs), 4096)
+    runner.allocate_pages(slots * 48 if device == "cuda" else 64)
+    return runner
+
+
+@functools.cache
+def random_policy(device: str, num_layers: int) -> Any:
+    """The policy of all runners of a stage: to draw its weights takes the CPU seconds."""
+    import torch
+
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.shapes import SHAPES
     from srtrl.model.weights import init_model
@@ -53,10 +68,7 @@ def build(device: str, *, num_layers: int, slots: int, cuda_graphs: bool = True)
     if device == "cpu":
         tiny = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
         shape |= tiny | {"vocab_size": 64, "head_dim": 8, "num_hidden_layers": 1}
-    policy = init_model(config_from_hf(shape), 0, torch.bfloat16, device)
-    runner = CudaRunner(policy, EngineOptions(slots=slots, cuda_graphs=cuda_graphs), 4096)
-    runner.allocate_pages(slots * 48 if device == "cuda" else 64)
-    return runner
+    return init_model(config_from_hf(shape), 0, torch.bfloat16, device)
 
 
 def versions(device: str) -> list[Row]:
@@ -86,16 +98,20 @@ def tests(device: str) -> list[Row]:
     """The repository's fast tests for a GPU."""
     marker = "gpu and not slow" if device == "cuda" else "not gpu and not slow"
     paths = ["tests"] if device == "cuda" else ["tests/test_cuda_graphs.py"]
-    return [run_pytest(["-m", marker, *paths])]
+    workers = ["--numprocesses", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"]  # compiling takes the time
+    return [run_pytest(["-m", marker, *workers, *paths])]
 
 
 def run_pytest(arguments: list[str]) -> Row:
-    """Its last line; what it printed goes to stderr."""
-    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(result.stdout[-8000:], result.stderr[-2000:], file=sys.stderr)
-    summary = (result.stdout.strip().splitlines() or ["no output"])[-1]
-    return {"passed": result.returncode == 0, "summary": summary}
+    """Its last line; what it prints goes to stderr, line by line: the last one says where it was when it was killed."""
+    program = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+    lines = ["no output"]
+    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.strip())
+            print(line, end="", file=sys.stderr, flush=True)
+    return {"passed": process.returncode == 0, "summary": lines[-1]}
 
 
 def graphs(device: str) -> list[Row]:
@@ -126,7 +142,7 @@ def values(device: str) -> list[Row]:
 
     program = [sys.executable, __file__, "--stage", "small_steps", "--device"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    interpreted = subprocess.run([*program, "cpu"], env=environment, capture_output=True, text=True, check=True)
+    interpreted = subprocess.run([*program, "cpu"], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     expected, found = json.loads(interpreted.stdout), small_steps(device)
     difference = float(np.abs(np.subtract(found[0]["logprobs"], expected[0]["logprobs"])).max())
     equal = found[0]["token_ids"] == expected[0]["token_ids"]
@@ -237,7 +253,8 @@ def transformers(device: str) -> list[Row]:
     if device == "cpu":
         shape |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 4}
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()  # type: ignore[no-untyped-call]
+    with torch.device(device):  # a CPU would draw the weights for a quarter of a minute
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
     prompts = torch.ones(64, 32, dtype=torch.long, device=device)
     num_tokens, seconds = 64 if device == "cuda" else 4, []
     for _ in range(3):
@@ -323,23 +340,30 @@ def main() -> int:
 
 
 def run_stage(stage: str, device: str, seconds: float) -> list[Row]:
-    """Its rows, or one that says how it failed."""
+    """Its rows, or one that says how it failed. No process of it is left: it would disturb the stages that follow."""
     if seconds <= 0:
         return [{"passed": False, "error": "no time was left"}]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if device == "cpu":
         environment |= {"TRITON_INTERPRET": "1"}
     program = [sys.executable, __file__, "--stage", stage, "--device", device]
-    try:
-        result = subprocess.run(
-            program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return [{"passed": False, "error": f"took more than {seconds:.0f} s"}]
-    if result.returncode:
-        print(result.stderr[-4000:], file=sys.stderr, flush=True)
-        return [{"passed": False, "error": (result.stderr.strip().splitlines() or ["no message"])[-1]}]
-    rows: list[Row] = json.loads(result.stdout.splitlines()[-1])
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
+        reason = None
+        try:
+            printed, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            reason = f"took more than {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):  # of a group that has ended
+                os.killpg(process.pid, signal.SIGKILL)
+        if reason is not None:
+            printed, errors = process.communicate()
+    if process.returncode:
+        lines = errors.strip().splitlines() or ["no message"]
+        print(*lines[-TAIL:], sep="\n", file=sys.stderr, flush=True)
+        return [{"passed": False, "error": reason or lines[-1]}]
+    rows: list[Row] = json.loads(printed.splitlines()[-1])
     return rows
 
 

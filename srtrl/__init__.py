@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "batched", "generate", "isolated", "load_recipe", "train"]
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("srtrl needs Linux or macOS; on Windows it runs in WSL2")
+
+from srtrl.caches import cache_folders
+
+os.environ.update(cache_folders())
 
 # OpenMP's threads wait for each other by spinning, by default for milliseconds: one more busy process on a machine of
 # two cores made decode steps of a tiny policy 30 times slower. A short wait costs nothing where the machine is quiet

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from srtrl import ranks
+from srtrl.cuda.compiler import check_compiler
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch
@@ -205,8 +206,13 @@ def choose_device(recipe: Recipe) -> torch.device:
     """The recipe's device; `auto` is CUDA where present, of several ranks each has its own.
 
     Raises:
-        ValueError: a device that this machine lacks.
+        ValueError: a device that this machine lacks, or an AMD GPU.
     """
+    if recipe.device != "cpu" and torch.version.hip is not None and torch.cuda.is_available():
+        raise ValueError(
+            f"device: {recipe.device}: this PyTorch is for AMD GPUs (ROCm), and srtrl's kernels are for NVIDIA's, of "
+            "compute capability 8.0 or newer; use device=cpu"
+        )
     if recipe.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if recipe.device == "cuda" and not torch.cuda.is_available():
@@ -402,7 +408,7 @@ def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
     """The runner for the policy's device, without pages yet; `options` say how long sequences may be.
 
     Raises:
-        ValueError: Triton is not installed.
+        ValueError: Triton is not installed, or there is no C compiler for it.
     """
     if policy.device.type == "cpu":
         return CpuRunner(policy, options)
@@ -411,6 +417,7 @@ def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
             "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
             "installation lacks: `pip install triton`, or run with device=cpu"
         )
+    check_compiler()
     from srtrl.cuda.runner import CudaRunner
 
     assert options.max_sequence_tokens is not None

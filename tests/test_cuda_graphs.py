@@ -28,6 +28,8 @@ class FakeCuda:
         self.free_bytes = 2**40
         self.num_left = 100
         """Computations until one fails."""
+        self.is_broken = False
+        """Whether the end of a capture fails, too, as after an error in it."""
 
     def run(self, graphs: StepGraphs, steps: str, **options: Any) -> list[bool]:
         """What `StepGraphs.run` says to each step."""
@@ -70,6 +72,8 @@ class FakeCuda:
         def end() -> None:
             self.captured = None
             self.log.append("end")
+            if self.is_broken:
+                raise RuntimeError("operation failed due to a previous error during capture")
 
         def replay() -> None:
             self.log.append(f"run {''.join(steps).upper()} on {self.current}")
@@ -152,3 +156,11 @@ def test_a_capture_that_fails_leaves_streams_and_graphs_in_order(
     assert cuda.log.count("begin on side") == cuda.log.count("end") == (fails_at - 1) // 2
     assert len(graphs) == num_graphs
     assert cuda.run(graphs, "a") == [num_graphs == 1]
+
+
+def test_the_error_in_a_capture_is_the_one_that_is_seen(cuda: FakeCuda) -> None:
+    """And not that the capture could not end."""
+    cuda.num_left, cuda.is_broken = 3, True
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda.run(StepGraphs(DEVICE), "aa")
+    assert cuda.log[-1] == "end"

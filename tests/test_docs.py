@@ -36,7 +36,7 @@ OPEN_FAMILIES = {"environment/outcome_": "<how>", "environment/stop_": "<reason>
     "off_policy/age_": "<n>"
 }
 """How the names of some metrics begin, and what stands for the rest in metrics.md."""
-ONLY_ON_CUDA = {"engine/host_share", "memory/peak_gib"}
+ONLY_ON_CUDA = {"engine/graphs_dropped", "engine/host_share", "memory/peak_gib"}
 ONLY_ON_RANKS = {"engine/rank_seconds_max", "engine/ranks_idle_share", "engine/rank_claims"}
 ONLY_WHERE_TOOLS_ARE_SLOW = {"time/tools"}
 

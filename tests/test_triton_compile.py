@@ -1,4 +1,4 @@
-"""Every kernel compiles for Ampere, Ada and Hopper, without a GPU, just as the runner launches it for real models.
+"""Every kernel compiles for Ampere to Blackwell, without a GPU, just as the runner launches it for real models.
 
 The tests' own process interprets kernels where there is no CUDA device; so the compiler runs in another one, which is
 this file as a program: the runner takes its steps on CPU tensors through Triton's own binder, a driver that stands for
@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228)}
+from srtrl.cuda.tiles import MAX_NUM_SPLITS
+
+SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 """KiB by compute capability: what a program may have (the smaller Ampere chips: 99), and what a multiprocessor has."""
 
 REGISTERS = 65_536
@@ -61,14 +63,14 @@ DRAFT_TOKENS = 3
 
 
 def targets(everything: bool) -> dict[tuple[str, int], list[tuple[int, int]]]:
-    """(Model, compute capability) -> steps; Ada, between the others, for one model only."""
+    """(Model, compute capability) -> steps; Ada and Blackwell for one model only."""
     if not everything:
         return {(FIRST, HOPPER): [step for step in MODELS[FIRST][3] if step[1] < 256]}
     return {
         (model, capability): list(values[3])
         for model, values in MODELS.items()
         for capability in SHARED_MEMORY
-        if capability != 89 or model == FIRST
+        if capability in {80, HOPPER} or model == FIRST
     }
 
 
@@ -226,17 +228,17 @@ def test_kernels_need_no_more_than_the_planner_counts_on(compiled: dict[str, Any
         assert row["fetches_ahead"] or kernel != "attend_tiles", row
         assert row["fuses"], f"a later Triton has another default: {row}"
         if model != "qwen2.5-0.5b, float32":
-            assert row["spilled"] <= (0 if capability == HOPPER or row["lanes"] != 64 else 64), row
+            assert row["spilled"] <= (0 if capability == HOPPER or row["lanes"] != 64 else 72), row
     assert kernels == dict.fromkeys(compiled["targets"], KERNELS)
 
 
 def test_one_engine_compiles_few_variants(compiled: dict[str, Any]) -> None:
-    """Numbers that differ from step to step make no other kernels, but for block heights, with splits and without."""
+    """Numbers that differ from step to step make no other kernels, but for block heights and numbers of splits."""
     rows = [row for row in compiled["kernels"] if (row["model"], row["capability"]) == (FIRST, HOPPER)]
     counts = Counter(row["kernel"] for row in rows)
     heights = len({row["lanes"] for row in rows if row["kernel"] == "attend_tiles"})
     assert counts.pop("attend_tiles") <= 2 * heights
-    assert counts.pop("combine_splits") <= heights
+    assert counts.pop("combine_splits") <= MAX_NUM_SPLITS.bit_length() - 1
     assert counts.pop("add_rms_norm_rows") == 2
     assert set(counts.values()) == {1}
 

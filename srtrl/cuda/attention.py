@@ -91,7 +91,7 @@ def attend_tree(
         combine_splits[grid](
             *(rows.tiles, rows.split_keys, *results),
             **constants,
-            SPLITS=MAX_NUM_SPLITS,
+            SPLITS=triton.next_power_of_2(num_splits),
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )

@@ -7,6 +7,7 @@ must stay where it was: `StepGraphs.drop` is called whenever something has moved
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -111,6 +112,9 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture has failed: what follows says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay

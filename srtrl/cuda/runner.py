@@ -136,6 +136,8 @@ class CudaRunner(Runner):
                 "draft tree may have on CUDA"
             )
         is_cuda = device.type == "cuda"
+        # Else cuBLAS may add the parts of a product in bfloat16, if it is small: the decoder's alone, not the update's.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         limits = H200  # on a CPU: tests see the launches of a real device
         if is_cuda:
             properties = torch.cuda.get_device_properties(device)
@@ -333,5 +335,6 @@ class CudaRunner(Runner):
         addresses = (self.num_pages, *(tensor.data_ptr() for tensor in tensors))
         if addresses != self._addresses:
             self._addresses = addresses
+            self.num_graphs_dropped += len(self._graphs)
             self._graphs.drop()
         self._may_have_moved = False

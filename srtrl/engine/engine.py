@@ -296,6 +296,7 @@ class Engine:
         stats, self.stats = self.stats, EngineStats()
         stats.num_slots, stats.num_pages = self.options.slots, self.pool.num_pages
         stats.num_preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
+        stats.num_graphs_dropped, self.runner.num_graphs_dropped = self.runner.num_graphs_dropped, 0
         shared = ranks.gather((stats, self.drafter.take_metrics()), "the engine's metrics")
         total = add_stats([stats for stats, _ in shared])
         metrics = total.metrics(ranks.count())
@@ -462,10 +463,12 @@ class Engine:
             set_cpu_threads()
         if self._compile_kernels is not None:
             self._compile_kernels(not self.is_off)
+        slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
         budgets_drafts = self.control.fixed is None
         if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.background.needs_cost):
+            if self.runner.is_asynchronous and self._compile_kernels is not None:
+                self.runner.time_step(slots, context, slots)  # compiles those of the device
             return
-        slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
         self.control.cost.probe(
             lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
             num_slots=slots,

@@ -77,6 +77,8 @@ class Runner(ABC):
     was_prepared = True
     """Whether the last step, with what was run after it, took no longer than such steps do: nothing was compiled."""
     cache: KVCache
+    num_graphs_dropped = 0
+    """Captured steps that were dropped because weights or pages had moved; `Engine.take_metrics` resets it."""
     inputs: StepInputs
     """Of the last step."""
     hidden: Tensor

@@ -84,6 +84,7 @@ class EngineStats:
     num_slots: int = 0
     num_pages: int = 0
     num_preemptions: int = 0
+    num_graphs_dropped: int = 0
     num_plain_steps: int = 0
     """Decode steps of the same samples without drafts."""
     saved_seconds: float = 0.0
@@ -154,6 +155,7 @@ class EngineStats:
             draft_seconds = sum(seconds[stage] for stage in DRAFT_STAGES)
             metrics["engine/saved_seconds"] = self.saved_seconds / num_ranks - draft_seconds
         if seconds["wait"]:
+            metrics["engine/graphs_dropped"] = self.num_graphs_dropped
             metrics["engine/host_share"] = 1 - seconds["wait"] / sum(seconds.values())
         return metrics
 

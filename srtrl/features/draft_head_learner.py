@@ -92,7 +92,7 @@ class DraftHeadLearner:
         size = min(NUM_TARGETS, self.head.num_listed)
         tops = [self._tempered(functional.linear(part, self.head.output)).topk(size) for part in parts]
         target_ids, targets = (torch.cat(column) for column in zip(*((t.indices, t.values) for t in tops), strict=True))
-        places = packed.places[rows] + sum(int(texts.places[-1]) + 2 for texts in self._texts[-1:])
+        places = packed.places[rows] + sum(texts.places[-1] + 2 for texts in self._texts[-1:])
         embedded = self.head.embed(packed.target_ids[rows])
         self._texts.append(Texts(hidden, places, embedded, targets.softmax(-1), target_ids))
 
@@ -108,7 +108,7 @@ class DraftHeadLearner:
             if texts is not None and len(rows):
                 loss = self.loss(texts, rows)
                 loss.backward()  # type: ignore[no-untyped-call]
-                sums += torch.stack((loss.detach().double(), sums.new_tensor(len(rows))))
+                sums += torch.stack((loss.detach().double(), torch.full_like(sums[1], len(rows))))
             sum_gradients(self.head, holders)
             ranks.sum([sums], f"the loss of the draft head, {place}")
             gradients = [holder.grad for holder in holders if holder.grad is not None]

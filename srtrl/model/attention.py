@@ -251,8 +251,12 @@ class PaddedBuckets:
         outputs = []
         for count, mask, *blocks in zip(self._counts, self._masks, *buckets, strict=True):
             q_block, k_block, v_block = (block.unflatten(0, (count, -1)).transpose(1, 2) for block in blocks)
+            is_cuda = q.device.type == "cuda"
+            if is_cuda:  # with shared heads float32 would take the backend that keeps [B, H, Q, L]
+                group = q.shape[1] // k.shape[1]
+                k_block, v_block = (block.repeat_interleave(group, dim=1) for block in (k_block, v_block))
             out = functional.scaled_dot_product_attention(
-                q_block, k_block, v_block, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+                q_block, k_block, v_block, attn_mask=mask, is_causal=mask is None, enable_gqa=not is_cuda
             )  # [B, H, Q, E]
             outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B Q, H, E]
         return torch.cat(outputs).index_select(0, self._to_packed)

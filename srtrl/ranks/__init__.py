@@ -225,11 +225,12 @@ def open_ranks() -> Iterator[None]:
     seconds = _number(TIMEOUT_VARIABLE, 1800)
     with use(_number("RANK", 0), num_ranks, timeout_seconds=seconds):
         try:
-            if has_cuda := torch.cuda.is_available():
-                torch.cuda.set_device(_number("LOCAL_RANK", 0))
-            backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
-            with waiting("start"):
-                dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+            backend, device = "gloo", None
+            if torch.cuda.is_available():
+                backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", _number("LOCAL_RANK", 0))
+                torch.cuda.set_device(device)
+            with waiting("start"):  # with a device NCCL connects now, and what it lacks is seen here
+                dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device)
             _processes[-1].store = c10d.PrefixStore("srtrl", c10d._get_default_store())
             yield
         except BaseException as error:

@@ -1,0 +1,380 @@
+"""The CUDA path, unchanged, on a fake device: the CPU's tokens and metrics, and nothing that a device forbids.
+
+The kernels run under Triton's interpreter, as whole steps, captured and replayed. The slow ones are part of
+`make check-gpu-static`.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import Completions, Letters, decode, options, outputs, requests_for
+from fake_cuda import FakeCuda, fake_cuda, is_here
+from runner_cases import runner_policy
+from test_draft_head import head_engine, make_head
+from test_turns import converse, turn_requests
+from tiny_run import learned_rows, make_policy, make_recipe, train
+from torch.nn import functional
+
+from srtrl.build import build_runner
+from srtrl.cuda.graphs import StepGraphs
+from srtrl.cuda.runner import CudaRunner
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.engine import Engine
+from srtrl.features.lora import LoraAdamW
+from srtrl.model.attention import PackedPlan
+from srtrl.recipe.schema import LoraSection
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
+
+PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
+Graphed = Callable[[], None]
+
+
+@pytest.fixture
+def device() -> Iterator[FakeCuda]:
+    with fake_cuda() as device:
+        yield device
+
+
+def captured(compute: Graphed) -> Graphed:
+    """A graph of it, which is computed once before."""
+    graphs = StepGraphs(torch.device("cuda"))
+    for _ in range(2):
+        graphs.run("step", compute)
+    assert len(graphs) == 1
+    return lambda: (graphs.run("step", compute), None)[1]
+
+
+def kinds(device: FakeCuda) -> set[str]:
+    """What was found."""
+    return {finding.split(" at ")[0] for finding in device.findings}
+
+
+def test_it_has_no_results_on_the_host_and_no_operands_there(device: FakeCuda) -> None:
+    here = torch.ones(3, device="cuda")
+    assert (here + 1).device == here[1:].device == here.new_empty(2).device == torch.device("cuda", 0)
+    assert torch.zeros(2).device == here.cpu().device == torch.device("cpu")
+    assert torch.empty(2, device="cuda").isnan().all()
+    with pytest.raises(RuntimeError, match="same device"):
+        here + torch.ones(3)
+    with pytest.raises(TypeError, match="convert"):
+        here.numpy()
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    (weight * here).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert is_here(weight.grad)
+    assert not device.findings
+
+
+def test_a_download_arrives_when_the_host_has_waited_for_it(device: FakeCuda) -> None:
+    host, event = torch.zeros(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    host.copy_(torch.ones(2, dtype=torch.int32, device="cuda"), non_blocking=True)
+    event.record()
+    assert host.tolist() != [1, 1]
+    event.synchronize()
+    assert host.tolist() == [1, 1]
+    assert not device.findings
+
+
+def test_pinned_memory_that_changes_during_an_upload_is_reported(device: FakeCuda) -> None:
+    host = torch.zeros(2, pin_memory=True)
+    host.to("cuda", non_blocking=True)
+    host += 1
+    torch.cuda.synchronize()
+    assert kinds(device) == {"race: memory was written while it was copied"}
+
+
+def test_a_graph_runs_when_it_is_replayed_and_not_when_it_is_captured(device: FakeCuda) -> None:
+    count, step = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+    replay = captured(lambda: (count.add_(step * 2), None)[1])
+    assert float(count) == 4, "computed twice"
+    step.fill_(10)
+    replay()
+    assert float(count) == 24
+    assert device.num_captures == 1
+    assert not device.findings
+
+
+def test_memory_that_a_graph_uses_and_that_was_freed_is_reported(device: FakeCuda) -> None:
+    place = {"weight": torch.ones(1, device="cuda")}
+    count = torch.zeros(1, device="cuda")
+    replay = captured(lambda: (count.add_(place["weight"]), None)[1])
+    replay()
+    assert not device.findings
+    place["weight"] = place["weight"].clone()
+    replay()
+    assert kinds(device) == {"stale: add_ uses memory that was freed, captured"}
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda x: x.sum().item(), "capture: _local_scalar_dense"),
+        (lambda x: x[x > 0], "capture: index"),
+        (lambda x: x.cpu(), "capture: a copy between host and device"),
+        (lambda x: x.copy_(torch.zeros(2)), "capture: a copy between host and device"),
+        (lambda x: torch.zeros(2), "capture: zeros on the host"),
+        (lambda x: torch.cuda.synchronize(), "capture: synchronize"),
+    ],
+)
+def test_what_no_capture_may_hold_is_reported(
+    device: FakeCuda, compute: Callable[[torch.Tensor], Any], expected: str
+) -> None:
+    x = torch.ones(2, device="cuda")
+    captured(lambda: (x.mul_(1), compute(x), None)[2])
+    assert expected in kinds(device)
+
+
+def engines(drafter: type[DrafterBase] = NoDrafter, head: bool = False, **changes: Any) -> list[Engine]:
+    """One with the runner of a device, and one of the CPU."""
+    chosen = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
+    made = []
+    for name in ("cuda", "cpu"):
+        policy = runner_policy().to(name)
+        runner = build_runner(policy, chosen) if name == "cuda" else CpuRunner(policy, chosen)
+        if head:
+            made.append(head_engine(policy, chosen, make_head(policy, "random"), drafter=drafter(), runner=runner))
+        else:
+            made.append(Engine(policy, chosen, tokenizer=Letters(), drafter=drafter(), runner=runner))
+    assert isinstance(made[0].runner, CudaRunner)
+    return made
+
+
+def assert_same(found: Completions, expected: Completions) -> None:
+    """Equal tokens, and log-probs that differ by rounding only."""
+    texts, others = outputs(found), outputs(expected)
+    assert {key: (one[0], one[2]) for key, one in texts.items()} == {key: (o[0], o[2]) for key, o in others.items()}
+    for key, (_, logprobs, _) in texts.items():
+        np.testing.assert_allclose(logprobs, others[key][1], atol=2e-4, rtol=0)
+
+
+def check_rollouts(
+    device: FakeCuda, pair: list[Engine], *, times: int = 2, temperature: float = 0.8, **changes: Any
+) -> None:
+    """Each rollout gives the CPU's tokens, with replayed graphs, in place and after the weights have moved."""
+    wanted: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "temperature": temperature} | changes
+    for _ in range(times):
+        found, expected = (decode(engine, requests_for(PROMPTS, **wanted)) for engine in pair)
+        assert_same(found, expected)
+        for engine in pair:
+            engine.end_step(has_new_weights=True)
+    assert device.num_replays > device.num_captures > 0
+    assert not device.findings
+
+
+def test_an_engine_without_drafts(device: FakeCuda) -> None:
+    """In a step the host waits for what it has sent and for what comes back, and for nothing else."""
+    pair = engines()
+    device.waits.clear()
+    check_rollouts(device, pair)
+    assert {wait.split(" at ")[0] for wait in device.waits} == {"event.synchronize"}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "head", "changes"),
+    [
+        pytest.param(SrtDrafter, False, {"draft_budget": 4}, id="srt"),
+        pytest.param(NoDrafter, True, {"draft_budget": 4}, id="head"),
+        pytest.param(SrtDrafter, True, {"draft_budget": 4}, id="srt and head"),
+    ],
+)
+@pytest.mark.slow
+def test_an_engine_with_drafts(device: FakeCuda, drafter: type[DrafterBase], head: bool, changes: Any) -> None:
+    check_rollouts(device, engines(drafter, head, **changes), times=3, temperature=0.6)
+
+
+@pytest.mark.slow
+def test_an_engine_that_runs_out_of_pages(device: FakeCuda) -> None:
+    pair = engines(SrtDrafter, slots=9, num_pages=8, draft_budget=3)
+    check_rollouts(device, pair, num_samples=3, temperature=0.6)
+    assert pair[0].scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_weights_that_change_in_place_and_weights_that_move(device: FakeCuda) -> None:
+    """Only the latter need new graphs, and where nobody says so a graph uses freed memory."""
+    pair = engines()
+    check_rollouts(device, pair)
+    for engine in pair:
+        with torch.no_grad():
+            engine.runner.model.final_norm.mul_(1.5)
+        engine.end_step(has_new_weights=True)
+    num_captures = device.num_captures
+    check_rollouts(device, pair)
+    assert device.num_captures == num_captures
+
+    def move() -> None:
+        for parameter in pair[0].runner.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    move()
+    pair[0].end_step(has_new_weights=True)
+    check_rollouts(device, pair)
+    assert device.num_captures > num_captures
+    requests = requests_for(PROMPTS, num_samples=1, max_new_tokens=9)
+    decode(pair[0], requests)
+    assert not device.findings
+    move()
+    decode(pair[0], requests)
+    assert any(finding.startswith("stale: ") for finding in device.findings)
+
+
+@pytest.mark.slow
+def test_turns_and_stop_strings(device: FakeCuda) -> None:
+    pair = engines(SrtDrafter, max_sequence_tokens=64, draft_budget=3)
+    requests = [
+        replace(one, prompt_token_ids=one.prompt_token_ids[:4])
+        for one in turn_requests(num_samples=1, max_new_tokens=24)
+    ]
+    found, expected = (converse(engine, requests) for engine in pair)
+    assert_same(found, expected)
+    assert any(completion.response.extensions for completion in found.values())
+    assert not device.findings
+
+
+BF16 = {"model__dtype": "bfloat16", "train__max_logprob_difference": 1.0}
+TRAINING: dict[str, dict[str, Any]] = {
+    "grpo": {"rollout__drafter": "srt"},
+    "ppo": {"critic": {"learning_rate": 0.01}, "algorithm__advantage": "gae"},
+    "lora": {"model__lora": {"rank": 4}},
+    "lora, base on the host": {"model__lora": {"rank": 4, "base": "host"}},
+    "draft head": {
+        "rollout__draft_head": {"k": 2, "vocabulary": 64, "hidden": 16},
+        "rollout__draft_budget": 4,
+        "train__micro_batch_tokens": 24,
+    },
+    "bfloat16": BF16,
+    "bfloat16, checkpointing": BF16 | {"model__gradient_checkpointing": True},
+}
+
+
+def train_small(policy: Path, folder: Path, device: str, *, resume: bool = False, **changes: Any) -> Any:
+    """A run of one step by default; its metrics."""
+    values: dict[str, Any] = {
+        "device": device,
+        "rollout__drafter": "none",
+        "rollout__num_prompts": 2,
+        "rollout__num_samples": 2,
+        "rollout__max_new_tokens": 6,
+        "rollout__slots": 4,
+        "rollout__kv_memory_gib": 0.001,
+        "train__num_steps": 1,
+        "train__checkpoint_every": 1,
+        "train__num_epochs": 1,
+        "train__mini_batch_prompts": 1,
+        "train__micro_batch_tokens": 120,
+        "task__options": {"num_train": 4, "num_eval": 2, "min_operations": 1, "max_operations": 1},
+        "rewards": [{"name": "tiny_run:digits"}],
+    }
+    train(make_recipe(policy, folder, **(values | changes)), resume=resume)
+    return learned_rows(folder / "run", beside=("memory/",))
+
+
+def assert_close(found: Any, expected: Any, rtol: float) -> None:
+    """The metrics of two runs."""
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=rtol, abs=rtol / 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINING)
+def test_a_training_step(device: FakeCuda, case: str, tmp_path: Path) -> None:
+    """Its metrics are the CPU's but for rounding."""
+    is_half = case.startswith("bfloat16")
+    dtype = torch.bfloat16 if is_half else torch.float32
+    policy = make_policy(tmp_path / "policy", dtype=dtype, num_hidden_layers=1)
+    found, expected = (train_small(policy, tmp_path / name, name, **TRAINING[case]) for name in ("cuda", "cpu"))
+    assert device.num_replays > 0
+    assert not device.findings
+    assert not [wait for wait in device.waits if wait.startswith("_local_scalar_dense at features/draft_head")]
+    if is_half:  # of a few tokens
+        names = ("reward/mean", "tokens/update", "response/length_mean")
+        assert [[row.get(name) for name in names] for row in found] == [
+            [row.get(name) for name in names] for row in expected
+        ]
+        assert found[-1]["logprob_difference/mean"] < 0.02
+    else:
+        assert_close(found, expected, 1e-3)
+
+
+@pytest.mark.slow
+def test_a_resumed_run(device: FakeCuda, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy", num_hidden_layers=1)
+    train_small(policy, tmp_path / "cuda", "cuda")
+    found = train_small(policy, tmp_path / "cuda", "cuda", resume=True, train__num_steps=2)
+    expected = train_small(policy, tmp_path / "cpu", "cpu", train__num_steps=2)
+    assert not device.findings
+    assert_close(found[-1:], expected[-1:], 1e-3)
+
+
+def test_the_update_in_float32_shares_no_heads(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else PyTorch takes the backend that computes all scores, of all pairs of tokens, at once."""
+    seen: list[tuple[int, int, bool]] = []
+    attend = functional.scaled_dot_product_attention
+
+    def logged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", logged)
+    q, k, v = (torch.randn(9, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 1))
+    v = v.expand(9, 2, 8)
+    expected = PackedPlan([5, 6], "cpu", [0, 2]).attend(0, q, k, v)
+    found = PackedPlan([5, 6], "cuda", [0, 2]).attend(0, q.to("cuda"), k.to("cuda"), v.to("cuda"))
+    torch.testing.assert_close(found.cpu(), expected)
+    assert set(seen) == {(4, 2, True), (4, 4, False)}
+
+
+def test_small_products_of_the_decoder_are_summed_in_float32(device: FakeCuda) -> None:
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    engines()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_base_weights_on_the_host_take_no_more_pinned_memory_than_they_have(device: FakeCuda) -> None:
+    policy = runner_policy().to("cuda")
+    optimizer = LoraAdamW(policy, LoraSection(rank=2, base="host"), seed=0)
+    sizes = [one.base.nbytes for one in optimizer.matrices]
+    assert list(device.pinned.values()) == sizes
+    assert all(one.base.is_pinned() for one in optimizer.matrices)
+    del optimizer
+    gc.collect()
+    assert not device.pinned
+
+
+def test_the_devices_kernels_are_compiled_before_the_first_rollout(device: FakeCuda) -> None:
+    chosen = options(max_sequence_tokens=32, slots=4, draft_budget=0)
+    policy = runner_policy().to("cuda")
+    engine = Engine(policy, chosen, runner=build_runner(policy, chosen), compile_kernels=lambda _: None)
+    assert not device.kernels
+    engine.warm_up()
+    known = set(device.kernels)
+    assert {name for name, *_ in known} >= {"attend_tiles", "add_rms_norm_rows", "rank_blocks", "finish_rows"}
+    decode(engine, requests_for(PROMPTS[:2], num_samples=2, max_new_tokens=4))
+    assert {name for name, *_ in device.kernels} <= {name for name, *_ in known} | {"combine_splits"}
+
+
+def test_graphs_that_were_dropped_are_counted(device: FakeCuda) -> None:
+    gpu, cpu = engines()
+    requests = requests_for(PROMPTS[:1], num_samples=1, max_new_tokens=6)
+    counts = []
+    for moves in (False, True, False):
+        decode(gpu, requests)
+        if moves:
+            gpu.runner.model.final_norm.data = gpu.runner.model.final_norm.data.clone()
+        gpu.end_step(has_new_weights=True)
+        decode(gpu, requests)
+        counts.append(gpu.take_metrics()["engine/graphs_dropped"])
+    assert counts[0] == counts[2] == 0 < counts[1]
+    decode(cpu, requests)
+    assert "engine/graphs_dropped" not in cpu.take_metrics()

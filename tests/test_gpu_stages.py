@@ -1,0 +1,51 @@
+"""The program that `make bench-gpu` runs, without a GPU."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
+import gpu_stages
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make bench-gpu` runs it")
+
+STAGE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("before the end", child.pid, file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, which has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stage_without_time_leaves_no_process_and_shows_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stage = tmp_path / "stage.py"
+    stage.write_text(STAGE)
+    monkeypatch.setattr(gpu_stages, "__file__", str(stage))
+    assert gpu_stages.run_stage("decode", "cpu", 2) == [{"passed": False, "error": "took more than 2 s"}]
+    child = int(capfd.readouterr().err.split("before the end")[1].split()[0])
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [stage for stage in gpu_stages.STAGES if stage not in {"tests", "rollouts"}])
+def test_a_stage_takes_its_path_on_a_cpu(stage: str) -> None:
+    rows = gpu_stages.run_stage(stage, "cpu", 100)
+    assert rows
+    assert not any("error" in row or row.get("passed") is False for row in rows), rows
