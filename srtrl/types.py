@@ -33,6 +33,12 @@ SampleKey = tuple[int, int]
 """Draw and sample index."""
 
 
+def num_equal(tokens: npt.NDArray[np.integer], others: npt.NDArray[np.integer]) -> int:
+    """Number of tokens of two texts before the first difference."""
+    length = min(len(tokens), len(others))
+    return int(np.append(tokens[:length] != others[:length], True).argmax())
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TopTokens:
     """The most likely tokens of some rows, in no order."""
@@ -79,7 +85,7 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Response:
-    """The tokens of a sample after its prompt: all of them, or the first ones of a sample that goes on.
+    """The tokens of a sample after its prompt: all of them, or the first ones of a sample that continues.
 
     Arrays are shared, from the decoder to the update: nothing writes into them.
     """
@@ -91,7 +97,7 @@ class Response:
     policy_versions: npt.NDArray[np.int32]
     """[L], number of policy updates before each token was sampled."""
     finish_reason: FinishReason | None = None
-    """None: it goes on."""
+    """None: it continues."""
     extensions: tuple[tuple[int, int], ...] = ()
     """Start and stop of each part that was not sampled (`Engine.extend`)."""
     answers: Mapping[str, str] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def rows_of(result: Result) -> list[list[str]]:
             cells = [cell.strip() for cell in line.split("│")[1:-1]]
             if cells[2]:
                 rows.append(cells)
-            else:  # a folded path goes on, and so do seeds
+            else:  # a folded path continues, and so do seeds
                 rows[-1] = [
                     f"{a}{' ' if n > 1 and b else ''}{b}" for n, (a, b) in enumerate(zip(rows[-1], cells, strict=True))
                 ]

@@ -66,7 +66,7 @@ def test_rows_that_are_not_free_may_make_drafts_a_loss(model: Transformer) -> No
 def test_a_rollout_without_drafts_is_counted_as_it_is(
     model: Transformer, slots: int, num_pages: int | None, delays: int | None
 ) -> None:
-    """With preemption and turns, whatever waits for what."""
+    """With preemption and turns, in any order of waits."""
     engine = Engine(model, options(slots=slots, num_pages=num_pages and num_pages + 6), tokenizer=Letters())
     decode(engine, requests_for())
     talking = Engine(model, turn_options(slots=slots, num_pages=num_pages and 2 * num_pages), tokenizer=Letters())

@@ -19,7 +19,7 @@ import torch
 from recipe_cases import recipe_text
 
 from srtrl.metrics import MetricLog
-from srtrl.report.charts import CHARTS, draw
+from srtrl.report.charts import CHARTS, draw, lines_of
 from srtrl.report.page import write_report
 from srtrl.run.folder import step_file_name
 from srtrl.run.machine import MACHINE_FILE, describe_machine, read_machines
@@ -186,9 +186,9 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
 def test_two_evaluations_are_two_points_and_an_axis_shows_what_it_must() -> None:
     def picture(name: str, rows: list[dict[str, float]]) -> str:
         (chart,) = (one for charts in CHARTS.values() for one in charts if one.title == name)
-        svg = draw(chart, rows)
-        assert svg is not None
-        return svg
+        lines = lines_of(chart, rows)
+        assert lines
+        return draw(chart, rows, lines)
 
     rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in range(4)]
     has_line = ["fill: none; stroke: #2563eb" in picture("Accuracy", rows[:number]) for number in (2, 3)]

@@ -3,7 +3,7 @@
     python docs/examples/speculate.py
 
 A toy policy writes several samples for one prompt. Each token is argmax(log p + Gumbel noise), and the noise is a hash
-of (sample, position, token). So a sample's text is fixed, whatever is drafted: drafts only decide in how many steps it
+of (sample, position, token). So a sample's text is fixed, with any drafts: drafts only decide in how many steps it
 is found. A real decoder computes all nodes of a draft tree in one forward pass; here that is one call of `decode_step`.
 """
 

@@ -17,7 +17,7 @@ from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
-from srtrl.types import Completion, Request, TopTokens
+from srtrl.types import Completion, Request, TopTokens, num_equal
 
 TRUST_FILE = "draft_trust.json"
 NO_TEXT: Int32Array = np.empty(0, np.int32)
@@ -249,9 +249,3 @@ class Drafter(DrafterBase):
             if trie not in live and num_bytes > max_bytes:
                 num_bytes -= trie.num_bytes
                 del self._tries[key]
-
-
-def num_equal(text: Int32Array, other: Int32Array) -> int:
-    """Number of tokens of two texts before the first difference."""
-    length = min(len(text), len(other))
-    return int(np.append(text[:length] != other[:length], True).argmax())

@@ -146,7 +146,7 @@ class HeadDrafter:
             return trees
         started = time.perf_counter()
         tokens, margins = self._guesses.wait()
-        # In one layout, whatever the device: for each that they meet, Numba compiles its functions again.
+        # In one layout on all devices: for each that they meet, Numba compiles its functions again.
         tokens, margins = np.ascontiguousarray(tokens), np.ascontiguousarray(margins)
         places = np.full(len(self._rows), len(slots))
         places[slots[max_nodes > 0]] = np.flatnonzero(max_nodes)

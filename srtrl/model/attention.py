@@ -111,14 +111,19 @@ class Gather:
     """
 
     def __init__(self, index: Tensor, num_rows: int) -> None:
-        """Prepare to take the rows `index`, int64, of `num_rows`."""
+        """Take the rows `index`, int64, of `num_rows`."""
         self.index = index
-        in_order, self.uses = index.sort(stable=True)
-        self.starts = torch.searchsorted(in_order, torch.arange(num_rows, device=index.device))
+        self.num_rows = num_rows
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The chosen rows."""
         return _Gather.apply(rows, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    @functools.cached_property
+    def uses(self) -> tuple[Tensor, Tensor]:
+        """Places of `index` by the rows that they take, and where those of each row begin; for gradients alone."""
+        in_order, places = self.index.sort(stable=True)
+        return places, torch.searchsorted(in_order, torch.arange(self.num_rows, device=self.index.device))
 
 
 class _Gather(torch.autograd.Function):
@@ -130,8 +135,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        uses = gradient.reshape(len(gradient), -1)
-        sums = functional.embedding_bag(ctx.gather.uses, uses, ctx.gather.starts, mode="sum")
+        places, starts = ctx.gather.uses
+        sums = functional.embedding_bag(places, gradient.reshape(len(gradient), -1), starts, mode="sum")
         return sums.reshape(-1, *gradient.shape[1:]), None
 
 

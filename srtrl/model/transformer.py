@@ -317,7 +317,7 @@ class Transformer(nn.Module):
             else:
                 hidden = layer(hidden, cosines, sines, plan, index)
         hidden = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps, self.config.style)
-        scale = self.config.style.logit_scale  # here, so that whatever makes logits of them has it
+        scale = self.config.style.logit_scale  # here, so that everything that makes logits of them has it
         return hidden if scale == 1 else hidden * scale
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -188,8 +188,8 @@ def in_words(metric: str) -> str:
     return beginning + (name or group).replace("_", " ").replace("/", " ")
 
 
-def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
-    """SVG text of the chart's lines; None where there are none.
+def draw(chart: Chart, rows: Sequence[Mapping[str, float]], lines: Sequence[Line]) -> str:
+    """SVG text of the chart's `lines`, at least one, as `lines_of` found them in these rows.
 
     Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval. Two evaluations are two points,
     not a line.
@@ -197,9 +197,6 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    lines = lines_of(chart, rows)
-    if not lines:
-        return None
     with chart_style():
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(lines)), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)

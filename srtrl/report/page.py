@@ -108,11 +108,10 @@ def _sections(run: Run) -> dict[str, list[tuple[Chart, str, dict[str, list[tuple
     sections = {}
     for name, charts in CHARTS.items():
         rows = in_training if name == SPEED else run.rows
-        drawn = [(chart, draw(chart, rows), lines_of(chart, rows)) for chart in charts]
         sections[name] = [
-            (chart, inline(svg), {line.label: _thinned(line.points) for line in lines})
-            for chart, svg, lines in drawn
-            if svg is not None
+            (chart, inline(draw(chart, rows, lines)), {line.label: _thinned(line.points) for line in lines})
+            for chart in charts
+            if (lines := lines_of(chart, rows))
         ]
     return sections
 

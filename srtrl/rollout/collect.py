@@ -76,7 +76,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     """Decode and grade all samples of some draws, on all ranks.
 
     Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile the
-    engine's background goes on.
+    engine's background continues.
 
     Args:
         engine: Decodes; its policy is not changed.
@@ -161,7 +161,7 @@ class Collector:
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
     turns: Turns
-    """Whether and how a sample goes on where the decoder gives it back."""
+    """Whether and how a sample continues where the decoder gives it back."""
     _: KW_ONLY
     num_samples: int
     """Samples of each draw."""
@@ -179,7 +179,7 @@ class Collector:
     share: Share = field(default_factory=Share)
     """What this process takes of the rollout; its counter `finished` counts samples."""
     fills_waits: bool = True
-    """Whether the engine's background goes on while samples wait for environments and graders."""
+    """Whether the engine's background continues while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
     on_end: OnEnd = field(default=lambda _: None, init=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan, copy_to_device
-from srtrl.types import TrainSequence
+from srtrl.types import TrainSequence, num_equal
 
 PER_TOKEN = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
 """Fields of a sequence, and of a micro-batch, with one number for each sampled token."""
@@ -107,12 +107,8 @@ def sharing_order(sequences: Sequence[TrainSequence]) -> list[int]:
 
 def shared_tokens(sequences: Sequence[TrainSequence]) -> list[int]:
     """Tokens with which each sequence begins as the one before it does, its own last token not counted."""
-    shared = [0] * len(sequences)
-    for index, (before, sequence) in enumerate(pairwise(sequences), start=1):
-        size = min(len(before.token_ids), len(sequence.token_ids) - 1)
-        differs = before.token_ids[:size] != sequence.token_ids[:size]
-        shared[index] = int(differs.argmax()) if differs.any() else size
-    return shared
+    pairs = pairwise(sequence.token_ids for sequence in sequences)
+    return [0, *(num_equal(before, token_ids[:-1]) for before, token_ids in pairs)][: len(sequences)]
 
 
 def _pack_range(
