@@ -24,7 +24,7 @@ OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 @pytest.fixture(autouse=True)
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without their pictures, which take seconds."""
-    monkeypatch.setattr("srtrl.report.page.draw", lambda *_: None)
+    monkeypatch.setattr("srtrl.report.page.draw", lambda *_: "<svg/>")
 
 
 @pytest.fixture
