@@ -1,6 +1,7 @@
 """The default drafter: a trie for each prompt, of its earlier rollouts, of its running ones, and of texts to come."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,8 @@ class Drafter(DrafterBase):
         """For each purpose, from texts of all prompts."""
         self._taught: set[int] = set()
         """RNG keys of this step's samples whose distributions these were learned from."""
+        self._deferred: Callable[[], None] | None = None
+        """Learns the phrases of the last step."""
         self._trust: dict[str, Trust] = {}
         """For each purpose, what was learned about contexts and the noise."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
@@ -134,10 +137,18 @@ class Drafter(DrafterBase):
         is_drawn, distributions = self._noise.is_known[slots], pack(top)
         distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
         if self.options.other_prompts:
-            table = self._table(self._purpose)
-            learn_distributions(table, self.cursors.arrays, slots, token_ids, offsets, distributions)
+            self.learn_deferred()
+            before = self.cursors.arrays._replace(rows=self.cursors.arrays.rows[slots])  # a copy
+            observed = (np.arange(len(slots)), token_ids, offsets, distributions)
+            self._deferred = partial(learn_distributions, self._table(self._purpose), before, *observed)
             self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
         self._insert(slots, token_ids, offsets, distributions)
+
+    def learn_deferred(self) -> None:
+        """Learn phrases: the drafts of one step do without the newest."""
+        learn, self._deferred = self._deferred, None
+        if learn is not None:
+            learn()
 
     def _basis(self) -> Basis:
         if self._purpose not in self._trust:
