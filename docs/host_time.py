@@ -5,9 +5,11 @@
 The real engine with its CUDA runner, all stages; the device's step takes no time and the recorded (or generated) tokens
 are taken in place of sampled ones. What the driver itself takes to queue copies and to launch a graph is not in it.
 Half of each prompt's samples are decoded, two for each slot where there are as many; the drafter has seen the other
-half. Medians of alternating runs, after one to warm up. The stages are milliseconds of the host per decode step in
-which all slots decode. `times as fast` is about whole rollouts on a device whose steps take the time of `H200_CURVE`
-(by which drafts are budgeted): of the device alone, and with the host's time.
+half. Drafters reckon with the samples' noise and get the most likely tokens of each place, as in training, though
+neither is that of the recorded tokens: these get `CHANCES`. Medians of alternating runs, after one to warm up. The
+stages are milliseconds of the host per decode step in which all slots decode. `times as fast` is about whole rollouts
+on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the device alone, and with the
+host's time.
 """
 
 import argparse
@@ -16,27 +18,32 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from h200 import H200_CURVE
 
 from srtrl.bench.measure import Row, alternate, publish
-from srtrl.bench.workload import Trace, check_completions, load_prompts, make_engine, prepare, share_out
+from srtrl.bench.workload import Trace, TraceRunner, check_completions, load_prompts, make_engine, prepare, share_out
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.rows import StepInputs, StepSize
-from srtrl.engine.runner import EngineOptions
+from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import freeze_gc
+from srtrl.types import TopTokens
 
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
+CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
+"""Of the recorded token of a place, and of others in its stead."""
 
 
 class HostRunner(CudaRunner):
@@ -64,12 +71,30 @@ class HostRunner(CudaRunner):
         return 0.0
 
 
+class LikelyTokens(TraceRunner):
+    """A `TraceRunner` that reports `CHANCES` of each recorded token and of seven others, which hang on it."""
+
+    def wait(self, num_sampled: int) -> SampledRows:
+        """See `Runner`."""
+        self._sampled = super().wait(num_sampled)
+        return self._sampled
+
+    def top_tokens(self, rows: npt.NDArray[np.int64], num: int) -> TopTokens:
+        """See `Runner`."""
+        token_ids = self._sampled.token_ids[rows, None] + 7919 * np.arange(num, dtype=np.int32)
+        logprobs = np.tile(np.log(CHANCES[:num]), (len(rows), 1))
+        return TopTokens(token_ids=token_ids % SHAPES[SHAPE]["vocab_size"], logprobs=logprobs)
+
+
 def decode(engine: Engine, row_counts: list[int], drafter: str, workload: Trace) -> dict[str, float]:
     """One rollout of the whole workload: what its full steps took of the host, and the seconds of all its steps.
 
     The stage `other` is what no stage has: queueing samples, the loop. The device's seconds are stated, not measured.
     """
     prepare(engine, drafter, workload)
+    inner = engine.runner.runner if isinstance(engine.runner, TraceRunner) else engine.runner
+    engine.runner = cast(Runner, LikelyTokens(inner, workload.responses))
+    engine.drafter.knows_noise = True
     completions = []
     row_counts.clear()
     started = time.perf_counter()
