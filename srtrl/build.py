@@ -16,6 +16,7 @@ import torch
 
 from srtrl import ranks
 from srtrl.cuda.compiler import check_compiler
+from srtrl.cuda.flash import use_flash
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch
@@ -266,7 +267,9 @@ def make_optimizer(
         ValueError: the update's attention cannot run on the model's device in its type.
     """
     body = model.body if isinstance(model, ValueModel) else model
-    check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
+    dtype = DTYPES[recipe.model.dtype]
+    check_packed_attention(body.device, dtype, body.config.head_dim)
+    use_flash(recipe.train.attention, body.device, dtype, body.config)
     options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
     if lora is None:
         return build_optimizer(model, learning_rate=learning_rate, **options)

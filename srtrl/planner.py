@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from srtrl.build import DTYPES, build_draft_head, number_of_slots
+from srtrl.cuda.flash import choose_flash
 from srtrl.engine.kv_memory import GIB, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.features.critic import ValueModel
@@ -219,6 +220,9 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     place = f"{plan.gpus} of {gpu_gib:.4g} GiB"
     if not torch.cuda.is_available() and recipe.device == "auto":
         place += " (there is none here: trains on the CPU)"
+    if torch.cuda.is_available() and recipe.model.dtype != "float32":
+        flash = choose_flash(recipe.train.attention, torch.device("cuda"), config.head_dim)
+        yield f"attention of the update: {flash}"
     yield from _advice(recipe, config, plan)
     yield _verdict(recipe, f"{outcome} {place}")
 

@@ -12,8 +12,8 @@ does:
   finding (`stale`), and so is what no capture may hold (`capture`): waits, copies between host and device, work and
   memory of the host, a kernel's first compilation.
 
-It has one stream, no limit of memory, no compiled kernels, no speed, and no sharded tensors. `clip_grad_norm_` counts
-as a download: torch groups gradients by their real device.
+It has one stream, no limit of memory, no compiled kernels and no speed. `clip_grad_norm_` counts as a download: torch
+groups gradients by their real device.
 """
 
 import copy
@@ -159,7 +159,7 @@ class FakeCuda:
 
     def mark(self, tensor: Tensor) -> None:
         """Let a tensor's storage be on the device."""
-        storage: Any = tensor.untyped_storage()
+        storage = storage_of(tensor)
         if is_here(tensor) or _real_device.__get__(tensor).type != "cpu":
             return
         storage.is_fake_cuda = True
@@ -195,7 +195,12 @@ def place() -> str:
 
 def is_here(tensor: Tensor) -> bool:
     """Whether it is on the device."""
-    return hasattr(tensor.untyped_storage(), "is_fake_cuda")
+    return hasattr(storage_of(tensor), "is_fake_cuda")
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """Its storage; of a sharded tensor that of this rank's part."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -301,6 +306,15 @@ class Stream:
 
     def wait_stream(self, _: "Stream") -> None:
         """What the other has queued comes first anyhow."""
+
+    def wait_event(self, _: "Event") -> None:
+        """So does what was queued before the event."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Record an event, by default a new one."""
+        event = event or Event(self.device)
+        event.record()
+        return event
 
     def synchronize(self) -> None:
         """Wait."""
@@ -543,7 +557,10 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         "synchronize": lambda *_: device.wait("synchronize"),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=device.register, cudaHostUnregister=device.unregister),
         "check_error": lambda _: None,
-        "Stream": lambda *_: Stream(device),
+        "Stream": lambda *_, **__: Stream(device),
+        "MemPool": SimpleNamespace,
+        "use_mem_pool": lambda _: nullcontext(),
+        "set_device": lambda _: None,
         "Event": lambda *_, **__: Event(device),
         "CUDAGraph": lambda: Graph(device),
         "graph_pool_handle": lambda: (0, 1),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -15,19 +16,24 @@ from srtrl.build import run_training
 from srtrl.recipe.schema import Recipe
 from srtrl.tasks.reward_input import RewardInput
 
+Around = Callable[[], AbstractContextManager[None]]
+
 
 def weight(sample: RewardInput) -> float:
     """A reward that no random number decides."""
     return sum(map(ord, sample.text)) % 7 / 7
 
 
-def body(recipe: Recipe, variables: dict[str, str], resume: bool, prepare: Callable[[], None] | None) -> None:
+def body(
+    recipe: Recipe, variables: dict[str, str], resume: bool, prepare: Callable[[], None] | None, around: Around
+) -> None:
     """A rank, as the launcher starts it."""
     torch.set_num_threads(1)
     os.environ |= variables
     if prepare is not None:
         prepare()
-    run_training(recipe, resume=resume)
+    with around():
+        run_training(recipe, resume=resume)
 
 
 def train_on_ranks(
@@ -36,10 +42,12 @@ def train_on_ranks(
     *,
     resume: bool = False,
     kills: tuple[int, Callable[[], None]] | None = None,
+    around: Around = nullcontext,
     timeout: float = 100,
 ) -> list[BaseProcess]:
     """Train on `count` ranks until all have ended; `kills`: a rank that is killed, and what prepares that.
 
+    `around` is entered on each rank.
     Ranks that have not ended after `timeout` seconds are killed, and the test fails.
     """
     common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -48,7 +56,7 @@ def train_on_ranks(
     for index in range(count):
         variables = common | {"RANK": str(index), "LOCAL_RANK": str(index)}
         prepare = kills[1] if kills and kills[0] == index else None
-        processes.append(CONTEXT.Process(target=body, args=(recipe, variables, resume, prepare)))
+        processes.append(CONTEXT.Process(target=body, args=(recipe, variables, resume, prepare, around)))
         processes[-1].start()
     for process in processes:
         process.join(timeout)

@@ -222,6 +222,7 @@ actor_rollout_ref.rollout.n=5 => a section of verl
 train..num_steps=1 => expected section.key=value
 train.num_steps.x=1 => train.num_steps: is 3, which has no item `x`
 rewards.0.weight=2 => rewards: should be a valid list, found {"0": {"weight": 2}}
+train.attention=fa3 => train.attention: should be 'auto' or 'fa2', found "fa3"
 algorithm.advantage=gae => algorithm.advantage: gae needs a critic: add a section `critic: {}`
 critic={} => critic: algorithm.advantage group_relative uses no critic
 algorithm.advantage=flawed:wrong_tokens => flawed:wrong_tokens(rewards)

@@ -6,15 +6,20 @@ The kernels run under Triton's interpreter, as whole steps, captured and replaye
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from engine_cases import Completions, Letters, decode, options, outputs, requests_for
 from fake_cuda import FakeCuda, fake_cuda, is_here
+from rank_cases import FORKED
+from rank_runs import Around, train_on_ranks
 from runner_cases import runner_policy
 from test_draft_head import head_engine, make_head
 from test_turns import converse, turn_requests
@@ -31,7 +36,7 @@ from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.attention import PackedPlan
-from srtrl.recipe.schema import LoraSection
+from srtrl.recipe.schema import LoraSection, Recipe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 
@@ -257,8 +262,8 @@ TRAINING: dict[str, dict[str, Any]] = {
 }
 
 
-def train_small(policy: Path, folder: Path, device: str, *, resume: bool = False, **changes: Any) -> Any:
-    """A run of one step by default; its metrics."""
+def small_recipe(policy: Path, folder: Path, device: str, **changes: Any) -> Recipe:
+    """Of a run of one step by default."""
     values: dict[str, Any] = {
         "device": device,
         "rollout__drafter": "none",
@@ -275,7 +280,12 @@ def train_small(policy: Path, folder: Path, device: str, *, resume: bool = False
         "task__options": {"num_train": 4, "num_eval": 2, "min_operations": 1, "max_operations": 1},
         "rewards": [{"name": "tiny_run:digits"}],
     }
-    train(make_recipe(policy, folder, **(values | changes)), resume=resume)
+    return make_recipe(policy, folder, **(values | changes))
+
+
+def train_small(policy: Path, folder: Path, device: str, *, resume: bool = False, **changes: Any) -> Any:
+    """The metrics of such a run."""
+    train(small_recipe(policy, folder, device, **changes), resume=resume)
     return learned_rows(folder / "run", beside=("memory/",))
 
 
@@ -314,6 +324,35 @@ def test_a_resumed_run(device: FakeCuda, tmp_path: Path) -> None:
     expected = train_small(policy, tmp_path / "cpu", "cpu", train__num_steps=2)
     assert not device.findings
     assert_close(found[-1:], expected[-1:], 1e-3)
+
+
+@contextmanager
+def fake_rank() -> Iterator[None]:
+    """A rank's device, with gloo in the place of NCCL."""
+    connect = dist.init_process_group
+    with fake_cuda() as device, patch.object(dist, "init_process_group") as init:
+        init.side_effect = lambda backend, *, timeout, device_id: connect("gloo", timeout=timeout)
+        yield
+    init.assert_called_once()
+    assert init.call_args.args == ("cpu:gloo,cuda:nccl",)
+    assert device.num_replays > 0
+    assert not device.findings
+
+
+@FORKED
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_training_step_of_two_ranks(sharding: str, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy", num_hidden_layers=1)
+    metrics = []
+    for device in ("cuda", "cpu"):
+        changes: dict[str, Any] = {"train__sharding": sharding, "train__mini_batch_prompts": 2}
+        around: Around = fake_rank if device == "cuda" else nullcontext
+        recipe = small_recipe(policy, tmp_path / device, device, **changes)
+        assert [process.exitcode for process in train_on_ranks(recipe, 2, around=around)] == [0, 0]
+        metrics.append(learned_rows(tmp_path / device / "run", beside=("memory/",)))
+    assert len(metrics[0]) == 2
+    assert_close(metrics[0], metrics[1], 1e-3)
 
 
 def test_the_update_in_float32_shares_no_heads(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

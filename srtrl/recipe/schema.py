@@ -162,6 +162,11 @@ class TrainSection(Section):
 
     Sharded weights are gathered layer by layer in the update, and all of them for the rollouts.
     """
+    attention: Literal["auto", "fa2"] = "auto"
+    """FlashAttention of the update on a GPU, in bfloat16: FA3 or FA4 where installed, or always PyTorch's own (`fa2`).
+
+    They differ in speed and rounding; `show-config --check` and the run's `machine.txt` name the one that is used.
+    """
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -28,14 +28,21 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe_machine(device: torch.device) -> str:
-    """Processor (or GPU), versions and date, in one line."""
+def describe_machine(device: torch.device, dtype: str = "float32") -> str:
+    """Processor (or GPU), versions and date, in one line.
+
+    Args:
+        device: Of the models.
+        dtype: Of the update; on a GPU one in bfloat16 has its FlashAttention named (`train.attention`).
+    """
     import torch
 
     cores = num_cores()
     name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
+        if dtype != "float32":
+            name += f", attention {torch.nn.attention.current_flash_attention_impl() or 'FA2'}"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return f"{name}, torch {torch.__version__}, srtrl {__version__}, {date}"
 

@@ -160,7 +160,7 @@ class Trainer:
         self.trackers = start_trackers(self.recipe, step=self.step)
         run.begin(self.recipe)
         with (run.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{describe_machine(self.policy.device)}\n")
+            file.write(f"{describe_machine(self.policy.device, self.recipe.model.dtype)}\n")
         return run
 
     def _say_start(self) -> None:
