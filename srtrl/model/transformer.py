@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan
+from srtrl.model.logprobs import PLAIN_SOFTMAX
 
 _ONE_THREAD_NUMEL = {"silu": 32768, "gelu_tanh": 16384}
 """Smaller operations stay on one thread: torch's `at::internal::GRAIN_SIZE`, and the same of its GELU."""
@@ -277,6 +278,8 @@ class Transformer(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         """Recompute each layer in the backward pass instead of keeping its activations."""
+        self.softmax = PLAIN_SOFTMAX
+        """What computes the log-probs of its update."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
         kinds = config.layer_kinds
         self.layers = nn.ModuleList(Layer(config, dtype, device, kind.window) for kind in kinds)
