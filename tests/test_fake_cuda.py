@@ -241,7 +241,7 @@ def test_turns_and_stop_strings(device: FakeCuda) -> None:
     assert not device.findings
 
 
-OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows"}
+OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"}
 BF16 = {"model__dtype": "bfloat16", "train__max_logprob_difference": 1.0}
 TRAINING: dict[str, dict[str, Any]] = {
     "grpo": {"rollout__drafter": "srt"},

@@ -22,6 +22,8 @@ import pytest
 
 from srtrl.cuda.tiles import MAX_NUM_SPLITS
 
+ROOT = Path(__file__).resolve().parent.parent
+
 SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 """KiB by compute capability: what a program may have (the smaller Ampere chips: 99), and what a multiprocessor has."""
 
@@ -31,7 +33,7 @@ REGISTERS = 65_536
 KERNELS = {
     *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_rows"),
     *("move_kv_paths", "rank_blocks", "finish_rows", "rank_listed"),
-    *("softmax_rows", "softmax_gradient_rows"),
+    *("softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"),
 }
 
 WIDE, MANY = (
@@ -88,7 +90,7 @@ def main(everything: bool) -> None:
 
     from srtrl.cuda.runner import CudaRunner
     from srtrl.cuda.tiles import DeviceLimits, programs_per_device
-    from srtrl.cuda.update import FusedSoftmax
+    from srtrl.cuda.update import FusedSoftmax, fused_gated
     from srtrl.engine.runner import EngineOptions
     from srtrl.features.draft_head import DraftHead
     from srtrl.features.draft_head_cuda import CudaGuesses
@@ -172,10 +174,12 @@ def main(everything: bool) -> None:
 
     def run_update() -> None:
         zeros = torch.zeros(8)
-        inputs = (policy.embedding[:8], policy.embedding, zeros.long(), 1.0)
-        for slope in (None, zeros):
+        for temperature, slope in ((1.0, None), (1.0, zeros), (0.7, zeros)):
+            inputs = (policy.embedding[:8], policy.embedding, zeros.long(), temperature)
             FusedSoftmax().forward(*inputs, has_entropy=slope is not None)
             FusedSoftmax().gradient(*inputs, Slopes(zeros, zeros, zeros, slope))
+        gate_up = policy.embedding.new_zeros(8, 2 * policy.config.intermediate_size, requires_grad=True)
+        fused_gated(gate_up, policy.config.style).sum().backward()  # type: ignore[no-untyped-call]
 
     driver.set_active(device)
     functional.linear = logits  # type: ignore[assignment]
@@ -210,17 +214,21 @@ def programs_at_once(registers: int, metadata: Any, capability: int) -> int:
     return int(min(by_registers, by_memory, 64 // metadata.num_warps))
 
 
-def run_compiler(everything: bool) -> dict[str, Any]:
-    """What `main` prints, in a process that compiles."""
+def run_without_interpreter(*program: str, timeout: int) -> str:
+    """What a program prints, in a process that compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).resolve().parent.parent
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    program = [sys.executable, __file__, "--compile", *(["everything"] if everything else [])]
-    result = subprocess.run(
-        program, capture_output=True, text=True, env=environment, check=False, timeout=280 if everything else 110
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, *program]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=timeout)
     assert result.returncode == 0, result.stderr[-4000:]
-    compiled: dict[str, Any] = json.loads(result.stdout)
+    return result.stdout
+
+
+def run_compiler(everything: bool) -> dict[str, Any]:
+    """What `main` prints."""
+    options = ["everything"] if everything else []
+    printed = run_without_interpreter(__file__, "--compile", *options, timeout=280 if everything else 110)
+    compiled: dict[str, Any] = json.loads(printed)
     return compiled
 
 
@@ -255,7 +263,7 @@ def test_one_engine_compiles_few_variants(compiled: dict[str, Any]) -> None:
     assert counts.pop("attend_tiles") <= 2 * heights
     assert counts.pop("combine_splits") <= MAX_NUM_SPLITS.bit_length() - 1
     assert counts.pop("add_rms_norm_rows") == 2
-    assert counts.pop("softmax_rows") == counts.pop("softmax_gradient_rows") == 2, "with entropies, and without"
+    assert counts.pop("softmax_rows") == counts.pop("softmax_gradient_rows") == 3, "with a temperature and entropies"
     assert set(counts.values()) == {1}
 
 
@@ -264,6 +272,13 @@ def test_a_step_launches_what_it_did(compiled: dict[str, Any]) -> None:
     found = {name: count * 28 for name, count in per_layer.items() if name != "add_rms_norm_rows"}
     found["add_rms_norm_rows"] = (per_layer["add_rms_norm_rows"] - 1) * 28 + 1  # the last one is of no layer
     assert compiled["step"] | found == STEP
+
+
+@pytest.mark.slow
+def test_the_table_of_the_update_is_what_its_program_prints() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- update -->\n")[2].partition("<!-- end of update -->")[0]
+    assert table == run_without_interpreter(str(ROOT / "docs" / "update_time.py"), timeout=60)
 
 
 def write_docs(path: Path, compiled: dict[str, Any]) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from srtrl.cuda import update
-from srtrl.cuda.update import FusedSoftmax
+from srtrl.cuda.update import FusedSoftmax, fused_gated
 from srtrl.model.logprobs import PLAIN_SOFTMAX, Slopes, token_logprobs, token_logprobs_reference
+from srtrl.model.transformer import LLAMA, Style, gated
 
 FUSED = FusedSoftmax()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -21,6 +22,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several for each row, of which the last one is not full."""
     monkeypatch.setattr(update, "_READ_AT_ONCE", 16)
     monkeypatch.setattr(update, "_WRITTEN_AT_ONCE", 32)
+    monkeypatch.setattr(update, "_GATES_AT_ONCE", 32)
 
 
 def softmax_inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,3 +127,29 @@ def test_excluded_tokens_and_rows_that_are_not_finite(monkeypatch: pytest.Monkey
     torch.testing.assert_close(gradient[0].sum(), gradient.new_zeros(()), rtol=0, atol=1e-5)
     assert gradient[0, 20:].all()
     assert not gradient[1:].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@DTYPES
+@pytest.mark.parametrize("style", [LLAMA, Style(activation="gelu_tanh")], ids=lambda style: style.activation)
+@pytest.mark.parametrize("width", [1, 32, 77])
+def test_the_gated_activation_and_its_gradient_round_as_plain_pytorch(
+    width: int, style: Style, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gate_up = (4 * torch.randn(9, 2 * width, generator=generator)).to(KERNEL_DEVICE, dtype)
+    gate_up[0, 0], gate_up[1, 0], gate_up[2, 0] = 200, -200, 0
+    slopes = torch.randn(width, 9, generator=generator).to(KERNEL_DEVICE, dtype).T  # not contiguous
+    before = gate_up.clone()
+    gate_up.requires_grad_()
+    outputs = [compute(gate_up, style) for compute in (fused_gated, gated)]
+    gradients = [torch.autograd.grad(one, gate_up, slopes, retain_graph=True)[0] for one in outputs]
+    assert torch.equal(torch.autograd.grad(outputs[0], gate_up, slopes)[0], gradients[0]), "a second time"
+    assert torch.equal(gate_up, before)
+    # 1 - sigmoid, and torch's 1 + tanh, cancel: a few units in the last place of float32, of numbers up to 20.
+    rtol = 1e-6 if dtype == torch.float32 else 2**-7
+    for found, expected in (outputs, gradients):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=2e-5)
+        if dtype == torch.bfloat16 and style == LLAMA:
+            assert float((found == expected).float().mean()) > 0.98
