@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,6 +97,20 @@ def test_drafters_get_what_was_likely_in_place_of_each_token(policy: Transformer
     )
     assert drafter.likely <= sampled
     assert drafter.likely.total() > 0.2 * sampled.total()
+
+
+def test_a_drafter_learns_while_a_device_would_compute(policy: Transformer) -> None:
+    requests, calls = requests_for([PROMPTS[0]], num_samples=1), Mock()
+    engine = Engine(policy, options(), drafter=FakeDrafter(sequential(policy, requests), accuracy=0.0))
+    runner, drafter = engine.runner, engine.drafter
+    for owner, name in ((runner, "launch"), (drafter, "learn_deferred"), (runner, "wait"), (drafter, "observe")):
+        calls.attach_mock(Mock(wraps=getattr(owner, name)), name)
+        setattr(owner, name, getattr(calls, name))
+    decode(engine, requests)
+    names = [call[0] for call in calls.mock_calls]
+    decodes = names.count("observe")
+    assert decodes > 1
+    assert names[-4 * decodes :] == ["launch", "learn_deferred", "wait", "observe"] * decodes
 
 
 @pytest.mark.parametrize("window", [1, 3, 7])

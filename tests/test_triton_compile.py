@@ -65,6 +65,10 @@ DRAFT_TOKENS = 3
 """That a draft head guesses in a row: each is a launch of `rank_listed`."""
 
 
+DEPENDENCIES = re.compile(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red)\.[\w.:]*global|\bcp\.async\b|\bcp\.\w+\.tensor")
+"""In the order of a kernel's code: what it has to do with the kernels before and after it, and with their memory."""
+
+
 def targets(everything: bool) -> dict[tuple[str, int], list[tuple[int, int]]]:
     """(Model, compute capability) -> steps; Ada and Blackwell for one model only."""
     if not everything:
@@ -158,6 +162,8 @@ def main(everything: bool) -> None:
                 "planned": planned if kernel.__name__ == "attend_tiles" else 1,
                 "fetches_ahead": "async_copy" in compiled.asm["ttgir"],
                 "fuses": "enable_fp_fusion" in options,
+                "overlaps": compiled.metadata.launch_pdl,
+                "dependencies": DEPENDENCIES.findall(compiled.asm["ptx"]),
             }
         return compiled
 
@@ -253,6 +259,18 @@ def test_kernels_need_no_more_than_the_planner_counts_on(compiled: dict[str, Any
         if model != "qwen2.5-0.5b, float32":
             assert row["spilled"] <= (0 if capability == HOPPER or row["lanes"] != 64 else 72), row
     assert kernels == dict.fromkeys(compiled["targets"], KERNELS)
+
+
+def test_from_hopper_on_every_kernel_waits_before_it_touches_memory(compiled: dict[str, Any]) -> None:
+    """Else it would read and write what the kernel before it still does: it was launched before that one's end."""
+    for row in compiled["kernels"]:
+        is_late = row["capability"] >= HOPPER
+        assert row["overlaps"] == is_late, row
+        first, *others = row["dependencies"][: 2 if is_late else 1]
+        assert first == "griddepcontrol.wait" if is_late else first.endswith("global"), row
+        assert others == ["griddepcontrol.launch_dependents"] * is_late, row
+        count = sum(name.startswith("griddepcontrol") for name in row["dependencies"])
+        assert count == 2 * is_late, row
 
 
 def test_one_engine_compiles_few_variants(compiled: dict[str, Any]) -> None:

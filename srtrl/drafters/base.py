@@ -82,6 +82,9 @@ class DrafterBase:
         """
         self.observe(slots, token_ids, offsets)
 
+    def learn_deferred(self) -> None:
+        """The next step was launched: learn what its `propose` did not wait for. A GPU computes meanwhile."""
+
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a background's."""
 

@@ -1,6 +1,7 @@
 """The default drafter: a trie for each prompt, of its earlier rollouts, of its running ones, and of texts to come."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
+from srtrl.drafters.children import new_workspace
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
@@ -67,6 +69,8 @@ class Drafter(DrafterBase):
         """For each purpose, from texts of all prompts."""
         self._taught: set[int] = set()
         """RNG keys of this step's samples whose distributions these were learned from."""
+        self._deferred: Callable[[], None] | None = None
+        """Learns the phrases of the last step."""
         self._trust: dict[str, Trust] = {}
         """For each purpose, what was learned about contexts and the noise."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
@@ -133,19 +137,29 @@ class Drafter(DrafterBase):
         is_drawn, distributions = self._noise.is_known[slots], pack(top)
         distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
         if self.options.other_prompts:
-            table = self._table(self._purpose)
-            learn_distributions(table, self.cursors.arrays, slots, token_ids, offsets, distributions)
+            self.learn_deferred()
+            before = self.cursors.arrays._replace(rows=self.cursors.arrays.rows[slots])  # a copy
+            observed = (np.arange(len(slots)), token_ids, offsets, distributions)
+            self._deferred = partial(learn_distributions, self._table(self._purpose), before, *observed)
             self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
         self._insert(slots, token_ids, offsets, distributions)
 
+    def learn_deferred(self) -> None:
+        """Learn phrases: the drafts of one step do without the newest."""
+        learn, self._deferred = self._deferred, None
+        if learn is not None:
+            learn()
+
     def _basis(self) -> Basis:
-        trust = self._trust.setdefault(self._purpose, make_trust())
-        return Basis(BLEND, self._ngrams.get(self._purpose, NO_TABLE), trust, self._noise)
+        if self._purpose not in self._trust:
+            self._trust[self._purpose] = make_trust()
+        table = self._ngrams.get(self._purpose, NO_TABLE)
+        return Basis(BLEND, table, self._trust[self._purpose], self._noise)
 
     def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         teaches = self._is_drafted[slots] & self._noise.is_known[slots]
         if teaches.any():
-            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis())
+            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis(), new_workspace(1))
         self._is_drafted[slots] = False
 
     def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, distributions: Int32Array) -> None:

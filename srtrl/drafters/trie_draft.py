@@ -25,6 +25,7 @@ from srtrl.drafters.children import (
     find_child,
     log_exponential,
     make_children,
+    new_workspace,
     scale_shares,
     share_out,
 )
@@ -138,20 +139,19 @@ Nodes = tuple[Int32Array, Int32Array, Float32Array]
 
 
 @inlined
-def _add_distribution(
-    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
-) -> tuple[int, float]:
-    """Share mass by the distribution at the newest occurrence of the longest context that has one, and the noise.
-
-    Returns the number of children, and the mass left.
-    """
-    if not row.is_known:
-        return 0, 1.0
+def _find_distribution(memory: Int32Array, state: int, match: int) -> tuple[int, int]:
+    """Longest context that has a distribution at its newest occurrence: its state, `ROOT` if none has, and length."""
     while state != ROOT and memory[state + NEWEST] == 0:
         state = memory[state + LINK]
         match = memory[state + LENGTH]
-    if state == ROOT:
-        return 0, 1.0
+    return state, match
+
+
+@inlined
+def _add_distribution(
+    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
+) -> tuple[int, float]:
+    """Share mass by the distribution of a context, and the noise; returns the number of children and the mass left."""
     cell = DISTRIBUTION + column_of(match, match == row.num_passed)
     num, listed, total, power, start = 0, 0.0, 0.0, basis.trust[cell, POWER], memory[state + NEWEST]
     for number in range(NUM_TOP):
@@ -164,25 +164,22 @@ def _add_distribution(
             listed += chance
             total += children.shares[0, num]
             num += 1
-    if num == 0:
-        return 0, 1.0
-    part = min(listed, 1.0) * blend_trust(basis.trust, cell, match / (match + basis.rule.match_weight))
-    scale_shares(children, 0, num, cell, part / total)
+    part = 0.0
+    if num > 0:
+        part = min(listed, 1.0) * blend_trust(basis.trust, cell, match / (match + basis.rule.match_weight))
+        scale_shares(children, 0, num, cell, part / total)
     return num, 1.0 - part
 
 
 @inlined
-def _locate_child(memory: Int32Array, state: int, match: int, children: Children, i: int) -> None:
-    """Find the longest context that ends with a child's token, after a node with this state and match."""
-    if children.states[i] != NONE:
-        return
-    edge = find_edge(memory, state, children.token_ids[i])
+def _follow(memory: Int32Array, state: int, match: int, token: int) -> tuple[int, int]:
+    """Longest context that ends with a token, after a context: its state and length."""
+    edge = find_edge(memory, state, token)
     while edge == NONE and state != ROOT:
         state = memory[state + LINK]
         match = memory[state + LENGTH]
-        edge = find_edge(memory, state, children.token_ids[i])
-    children.states[i] = ROOT if edge == NONE else memory[edge + TARGET]
-    children.matches[i] = 0 if edge == NONE else match + 1
+        edge = find_edge(memory, state, token)
+    return (ROOT, 0) if edge == NONE else (memory[edge + TARGET], match + 1)
 
 
 @inlined
@@ -195,8 +192,12 @@ def _blend_contexts(
     in a suffix is listed if it is not negligible by itself.
     """
     rule, trust = basis.rule, basis.trust
-    num, mass = _add_distribution(memory, state, match, basis, row, negligible, children)
-    num_contexts, before = int(num > 0), 0
+    num, mass, before = 0, 1.0, 0
+    if row.is_known:
+        known, length = _find_distribution(memory, state, match)
+        if known != ROOT:
+            num, mass = _add_distribution(memory, known, length, basis, row, negligible, children)
+    num_contexts = int(num > 0)
     for _ in range(rule.max_contexts):
         if state == ROOT or mass < negligible:
             break
@@ -300,11 +301,11 @@ def _grow(
     trust: Trust,
     noise: Noise,
     min_score: float,
+    children: Children,
     nodes: Nodes,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
     basis, (token_ids, parents, scores) = Basis(rule, shared, trust, noise), nodes
-    children = make_children()
     depths = np.empty(len(token_ids), np.int32)
     match = cursor[MATCH]
     state = locate(memory, cursor[STATE], match)
@@ -323,7 +324,8 @@ def _grow(
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
             if child_score >= min_score:
-                _locate_child(memory, state, match, children, i)
+                if children.states[i] == NONE:
+                    children.states[i], children.matches[i] = _follow(memory, state, match, children.token_ids[i])
                 heappush(
                     frontier, (-child_score, children.token_ids[i], node - 1, children.states[i], children.matches[i])
                 )
@@ -347,6 +349,7 @@ def _draft_rows(
     trust: Trust,
     noise: Noise,
     min_score: float,
+    workspace: Int32Array,
     token_ids: Int32Array,
     parents: Int32Array,
     scores: Float32Array,
@@ -359,8 +362,8 @@ def _draft_rows(
     for row in numba.prange(len(slots)):
         slot, begin, end = slots[row], rooms[row], rooms[row + 1]
         memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-        nodes = token_ids[begin:end], parents[begin:end], scores[begin:end]
-        sizes[row] = _grow(memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, nodes)
+        children, nodes = make_children(workspace[row]), (token_ids[begin:end], parents[begin:end], scores[begin:end])
+        sizes[row] = _grow(memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, children, nodes)
 
 
 def draft_trees(
@@ -382,7 +385,8 @@ def draft_trees(
     (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
     min_score = max(min_score, SMALLEST_SCORE)
-    _draft_rows(cursors, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
+    workspace = new_workspace(len(slots))
+    _draft_rows(cursors, slots, rooms, *basis, min_score, workspace, token_ids, parents, scores, sizes)
     nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
@@ -424,13 +428,14 @@ def learn_rows(
     token_ids: Int32Array,
     offsets: Int64Array,
     basis: Basis,
+    workspace: Int32Array,
 ) -> None:
     """Learn trust from sampled tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
 
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    children, noise = make_children(), basis.noise
+    children, noise = make_children(open_memory(workspace.ctypes.data, workspace.size)), basis.noise
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
@@ -451,6 +456,8 @@ def learn_rows(
             _learn_token(basis.trust, row, children, num_contexts, child)
             if child == num:
                 break
-            _locate_child(memory, state, match, children, child)
-            state, match = children.states[child], children.matches[child]
+            if children.states[child] == NONE:
+                state, match = _follow(memory, state, match, token_ids[i])
+            else:
+                state, match = children.states[child], children.matches[child]
             before_last, last = last, token_ids[i]

@@ -252,6 +252,9 @@ class Engine:
         trees, drafted = self._draft(step, clock)
         self._launch(step, trees, clock)
         clock.lap("forward")
+        self.drafter.learn_deferred()
+        if not self.runner.is_asynchronous:  # else it is a part of the wait
+            clock.lap("observe")
         sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
