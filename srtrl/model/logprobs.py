@@ -96,10 +96,8 @@ def token_logprobs(
     """
     assert temperature > 0, f"temperature must be above 0, is {temperature}"
     assert hidden.dtype == head_weight.dtype
-    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        *(hidden, head_weight, target_ids, temperature),
-        *(has_entropy, chunk_size or chunk_tokens(len(head_weight)), softmax),
-    )
+    options = (temperature, has_entropy, chunk_size or chunk_tokens(len(head_weight)), softmax)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head_weight, target_ids, *options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -140,9 +138,8 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = logprobs.new_empty(len(hidden) if has_entropy else 0)
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
-            logprobs[chunk], chunk_entropy = softmax.forward(
-                hidden[chunk], head_weight, target_ids[chunk], temperature, has_entropy=has_entropy
-            )
+            inputs = (hidden[chunk], head_weight, target_ids[chunk], temperature)
+            logprobs[chunk], chunk_entropy = softmax.forward(*inputs, has_entropy=has_entropy)
             if chunk_entropy is not None:
                 entropy[chunk] = chunk_entropy
         ctx.save_for_backward(hidden, head_weight, target_ids, logprobs, entropy)

@@ -192,12 +192,8 @@ def response_logprobs(
     hidden = Gather(packed.hidden_index, len(hidden))(hidden)  # [R, D]
     for observer in observers:
         observer.see(hidden, packed)
-    return token_logprobs(
-        *(hidden, model.head_weight, packed.target_ids),
-        temperature=temperature,
-        has_entropy=has_entropy,
-        softmax=model.softmax,
-    )
+    inputs = (hidden, model.head_weight, packed.target_ids)
+    return token_logprobs(*inputs, temperature=temperature, has_entropy=has_entropy, softmax=model.softmax)
 
 
 def logprobs_column(
