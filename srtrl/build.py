@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from srtrl import ranks
-from srtrl.cuda.compiler import check_compiler
+from srtrl.cuda.compiler import check_triton
 from srtrl.cuda.flash import use_flash
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.background import Background
@@ -229,8 +228,22 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
     """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
     model = load_policy(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    set_update(model, recipe)
     return model
+
+
+def set_update(model: Transformer, recipe: Recipe) -> None:
+    """How a model that was loaded is updated: as the recipe says, on a CUDA device with kernels of its own.
+
+    Raises:
+        ValueError: as `check_triton`.
+    """
+    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    if model.device.type == "cuda":
+        check_triton()
+        from srtrl.cuda.update import fuse_update
+
+        fuse_update(model)
 
 
 def choose_share() -> Share:
@@ -315,7 +328,7 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) 
         return None
     path = recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
+    set_update(model.body, recipe)
     shard_model(model, recipe)
     optimizer = make_optimizer(
         model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
@@ -411,16 +424,11 @@ def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
     """The runner for the policy's device, without pages yet; `options` say how long sequences may be.
 
     Raises:
-        ValueError: Triton is not installed, or there is no C compiler for it.
+        ValueError: as `check_triton`.
     """
     if policy.device.type == "cpu":
         return CpuRunner(policy, options)
-    if find_spec("triton") is None:
-        raise ValueError(
-            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
-            "installation lacks: `pip install triton`, or run with device=cpu"
-        )
-    check_compiler()
+    check_triton()
     from srtrl.cuda.runner import CudaRunner
 
     assert options.max_sequence_tokens is not None

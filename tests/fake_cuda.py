@@ -582,7 +582,7 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", varlen_attn))
-        stack.enter_context(mock.patch("srtrl.build.check_compiler"))  # the interpreter needs none
+        stack.enter_context(mock.patch("srtrl.build.check_triton"))  # the interpreter needs none
         run_backward = partial(functions.run_backward, autograd._engine_run_backward)
         stack.enter_context(mock.patch.object(autograd, "_engine_run_backward", run_backward))
         stack.enter_context(mock.patch.object(executor, "__call__", launch_kernel(device, executor.__call__)))

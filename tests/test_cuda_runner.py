@@ -14,6 +14,7 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
 from srtrl import build
+from srtrl.cuda import compiler
 from srtrl.cuda import runner as cuda_runner_module
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.shapes import MAX_SAMPLED_PROMPT_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
@@ -154,7 +155,7 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_missing_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
-    monkeypatch.setattr(build, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
         build.build_runner(policy, EngineOptions())
 

@@ -246,6 +246,7 @@ def test_turns_and_stop_strings(device: FakeCuda) -> None:
     assert not device.findings
 
 
+OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"}
 BF16 = {"model__dtype": "bfloat16", "train__max_logprob_difference": 1.0}
 TRAINING: dict[str, dict[str, Any]] = {
     "grpo": {"rollout__drafter": "srt"},
@@ -305,6 +306,7 @@ def test_a_training_step(device: FakeCuda, case: str, tmp_path: Path) -> None:
     found, expected = (train_small(policy, tmp_path / name, name, **TRAINING[case]) for name in ("cuda", "cpu"))
     assert device.num_replays > 0
     assert not device.findings
+    assert {name for name, *_ in device.kernels} >= OF_THE_UPDATE
     assert not [wait for wait in device.waits if wait.startswith("_local_scalar_dense at features/draft_head")]
     if is_half:  # of a few tokens
         names = ("reward/mean", "tokens/update", "response/length_mean")

@@ -43,10 +43,10 @@ def test_a_machine_without_a_compiler_is_refused_before_the_first_rollout(
     if headers:
         (tmp_path / "Python.h").touch()
     if named is None:
-        compiler.check_compiler()
+        compiler.check_triton()
         return
     with pytest.raises(ValueError, match=f"needs .*{named}.*apt-get install gcc python3-dev.*device=cpu"):
-        compiler.check_compiler()
+        compiler.check_triton()
 
 
 @pytest.mark.parametrize(

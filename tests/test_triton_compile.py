@@ -22,13 +22,19 @@ import pytest
 
 from srtrl.cuda.tiles import MAX_NUM_SPLITS
 
+ROOT = Path(__file__).resolve().parent.parent
+
 SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 """KiB by compute capability: what a program may have (the smaller Ampere chips: 99), and what a multiprocessor has."""
 
 REGISTERS = 65_536
 """Of a multiprocessor."""
 
+OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"}
+"""They take long, and begin when all before them has ended."""
+
 KERNELS = {
+    *OF_THE_UPDATE,
     *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "gated_rows"),
     *("move_kv_paths", "rank_blocks", "finish_rows", "rank_listed"),
 }
@@ -83,7 +89,7 @@ def main(everything: bool) -> None:
     import numpy as np
     import torch
     import triton
-    from torch.nn import Linear
+    from torch.nn import Linear, functional
     from torch.utils._python_dispatch import TorchDispatchMode
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -91,10 +97,12 @@ def main(everything: bool) -> None:
 
     from srtrl.cuda.runner import CudaRunner
     from srtrl.cuda.tiles import DeviceLimits, programs_per_device
+    from srtrl.cuda.update import FusedSoftmax, fused_gated
     from srtrl.engine.runner import EngineOptions
     from srtrl.features.draft_head import DraftHead
     from srtrl.features.draft_head_cuda import CudaGuesses
     from srtrl.model.hf_config import config_from_hf
+    from srtrl.model.logprobs import Slopes
     from srtrl.model.shapes import SHAPES
     from srtrl.model.transformer import Transformer
 
@@ -166,11 +174,24 @@ def main(everything: bool) -> None:
         launches["linear"] += 1
         return hidden.new_empty(len(hidden), len(self.weight))
 
+    def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return hidden.new_empty(len(hidden), len(weight))
+
     def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         launches["mm"] += 1
         return out
 
+    def run_update() -> None:
+        zeros = torch.zeros(8)
+        for temperature, slope in ((1.0, None), (1.0, zeros), (0.7, zeros)):
+            inputs = (policy.embedding[:8], policy.embedding, zeros.long(), temperature)
+            FusedSoftmax().forward(*inputs, has_entropy=slope is not None)
+            FusedSoftmax().gradient(*inputs, Slopes(zeros, zeros, zeros, slope))
+        gate_up = policy.embedding.new_zeros(8, 2 * policy.config.intermediate_size, requires_grad=True)
+        fused_gated(gate_up, policy.config.style).sum().backward()  # type: ignore[no-untyped-call]
+
     driver.set_active(device)
+    functional.linear = logits  # type: ignore[assignment]
     JITFunction.run = compile_only
     torch.mm = mm  # type: ignore[assignment]
     Linear.forward = linear  # type: ignore[method-assign, assignment]
@@ -187,6 +208,7 @@ def main(everything: bool) -> None:
             with Launches():  # type: ignore[no-untyped-call]
                 runner.time_step(num_rows, 30, num_sequences=num_sequences)
             counts = counts or {name: count // 2 for name, count in launches.items()}  # the first compiles
+        run_update()
         head = DraftHead(policy, policy.dtype, vocabulary=2048, hidden=8, seed=0)
         head.read(policy)
         zeros: Any = np.zeros(64, np.int64)
@@ -201,17 +223,21 @@ def programs_at_once(registers: int, metadata: Any, capability: int) -> int:
     return int(min(by_registers, by_memory, 64 // metadata.num_warps))
 
 
-def run_compiler(everything: bool) -> dict[str, Any]:
-    """What `main` prints, in a process that compiles."""
+def run_without_interpreter(*program: str, timeout: int) -> str:
+    """What a program prints, in a process that compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).resolve().parent.parent
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    program = [sys.executable, __file__, "--compile", *(["everything"] if everything else [])]
-    result = subprocess.run(
-        program, capture_output=True, text=True, env=environment, check=False, timeout=280 if everything else 110
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, *program]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=timeout)
     assert result.returncode == 0, result.stderr[-4000:]
-    compiled: dict[str, Any] = json.loads(result.stdout)
+    return result.stdout
+
+
+def run_compiler(everything: bool) -> dict[str, Any]:
+    """What `main` prints."""
+    options = ["everything"] if everything else []
+    printed = run_without_interpreter(__file__, "--compile", *options, timeout=280 if everything else 110)
+    compiled: dict[str, Any] = json.loads(printed)
     return compiled
 
 
@@ -231,17 +257,17 @@ def test_kernels_need_no_more_than_the_planner_counts_on(compiled: dict[str, Any
         kernels.setdefault((model, capability), set()).add(kernel)
         assert row["shared"] <= 1024 * SHARED_MEMORY[capability][0], row
         assert row["programs"] >= row["planned"], row
-        assert row["fetches_ahead"] or kernel != "attend_tiles", row
+        assert row["fetches_ahead"] or kernel not in {"attend_tiles", "softmax_rows"}, row
         assert row["fuses"], f"a later Triton has another default: {row}"
         if model != "qwen2.5-0.5b, float32":
             assert row["spilled"] <= (0 if capability == HOPPER or row["lanes"] != 64 else 72), row
     assert kernels == dict.fromkeys(compiled["targets"], KERNELS)
 
 
-def test_from_hopper_on_every_kernel_waits_before_it_touches_memory(compiled: dict[str, Any]) -> None:
+def test_from_hopper_on_every_kernel_of_a_step_waits_before_it_touches_memory(compiled: dict[str, Any]) -> None:
     """Else it would read and write what the kernel before it still does: it was launched before that one's end."""
     for row in compiled["kernels"]:
-        is_late = row["capability"] >= HOPPER
+        is_late = row["capability"] >= HOPPER and row["kernel"] not in OF_THE_UPDATE
         assert row["overlaps"] == is_late, row
         first, *others = row["dependencies"][: 2 if is_late else 1]
         assert first == "griddepcontrol.wait" if is_late else first.endswith("global"), row
@@ -258,6 +284,7 @@ def test_one_engine_compiles_few_variants(compiled: dict[str, Any]) -> None:
     assert counts.pop("attend_tiles") <= 2 * heights
     assert counts.pop("combine_splits") <= MAX_NUM_SPLITS.bit_length() - 1
     assert counts.pop("add_rms_norm_rows") == 2
+    assert counts.pop("softmax_rows") == counts.pop("softmax_gradient_rows") == 3, "with a temperature and entropies"
     assert set(counts.values()) == {1}
 
 
@@ -266,6 +293,13 @@ def test_a_step_launches_what_it_did(compiled: dict[str, Any]) -> None:
     found = {name: count * 28 for name, count in per_layer.items() if name != "add_rms_norm_rows"}
     found["add_rms_norm_rows"] = (per_layer["add_rms_norm_rows"] - 1) * 28 + 1  # the last one is of no layer
     assert compiled["step"] | found == STEP
+
+
+@pytest.mark.slow
+def test_the_table_of_the_update_is_what_its_program_prints() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- update -->\n")[2].partition("<!-- end of update -->")[0]
+    assert table == run_without_interpreter(str(ROOT / "docs" / "update_time.py"), timeout=60)
 
 
 def write_docs(path: Path, compiled: dict[str, Any]) -> None:
@@ -278,7 +312,7 @@ def write_docs(path: Path, compiled: dict[str, Any]) -> None:
     for row in compiled["kernels"]:
         if (row["model"], row["capability"]) == (FIRST, HOPPER):
             cells = [f"`{row['kernel']}`", row["lanes"] or "", row["registers"], row["spilled"]]
-            cells += [f"{row['shared'] / 1024:.0f}", row["programs"], launches[row["kernel"]]]
+            cells += [f"{row['shared'] / 1024:.0f}", row["programs"], launches.get(row["kernel"], "")]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     begin, end = "<!-- kernels -->\n", "<!-- end of kernels -->"
     text = path.read_text(encoding="utf-8")

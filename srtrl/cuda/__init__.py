@@ -1,1 +1,1 @@
-"""Decoding on a CUDA device: the runner, its graphs and shapes, and the Triton kernels."""
+"""Decoder and update on a CUDA device: the runner, its graphs and shapes, and the Triton kernels."""

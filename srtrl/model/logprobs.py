@@ -6,7 +6,7 @@ weights, then float32 (float64 stays), divided by the temperature, then `log_sof
 R response tokens of a micro-batch, V vocabulary, D model width, C tokens of one chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,60 @@ chunk is 832 tokens, and the peak 0.94 GiB."""
 _CHUNK_MULTIPLE = 64  # rows of a tile of a matrix product
 
 
+class Slopes(NamedTuple):
+    """What the gradient of the logits of some tokens is made of, [C] each."""
+
+    logprobs: Tensor
+    """Of the targets, as the forward pass has computed them."""
+    target: Tensor
+    """Gradient of these log-probs."""
+    probs: Tensor
+    """Factor of each probability: minus that gradient, minus the entropy times its gradient."""
+    entropy: Tensor | None
+    """Gradient of the entropy; None: it has none."""
+
+
+class Softmax:
+    """Log-probs of one chunk of tokens, and the gradient of its logits, in plain PyTorch; a device may have its own."""
+
+    def forward(
+        self, hidden: Tensor, head_weight: Tensor, target_ids: Tensor, temperature: float, *, has_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of `target_ids` [C] and, where they are wanted, entropies [C], from [C, D] and [V, D]."""
+        distribution = _log_distribution(hidden, head_weight, temperature)  # [C, V]
+        logprobs = distribution.gather(-1, target_ids[:, None]).squeeze(-1)
+        return logprobs, -distribution.exp().mul_(distribution).sum(dim=-1) if has_entropy else None
+
+    def gradient(
+        self, hidden: Tensor, head_weight: Tensor, target_ids: Tensor, temperature: float, slopes: Slopes
+    ) -> Tensor:
+        """Gradient of the logits, [C, V] in their type.
+
+        d logprob / d logit_v = 1[v is the target] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy).
+        """
+        grad = _log_distribution(hidden, head_weight, temperature)  # [C, V]
+        if slopes.entropy is None:
+            grad.exp_().mul_(slopes.probs[:, None])
+        else:
+            probs = grad.exp()
+            grad.mul_(-slopes.entropy[:, None]).add_(slopes.probs[:, None]).mul_(probs)
+            del probs
+        grad.scatter_add_(-1, target_ids[:, None], slopes.target[:, None])
+        return _divide(grad, temperature).to(head_weight.dtype)
+
+
+PLAIN_SOFTMAX = Softmax()
+
+
 def token_logprobs(
-    hidden: Tensor, head_weight: Tensor, target_ids: Tensor, *, temperature: float, chunk_size: int | None = None
+    hidden: Tensor,
+    head_weight: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float,
+    has_entropy: bool = True,
+    chunk_size: int | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target token and entropy of its distribution, both differentiable.
 
@@ -35,16 +87,17 @@ def token_logprobs(
         head_weight: output head, [V, D].
         target_ids: [R], int64.
         temperature: divides the logits; above 0.
+        has_entropy: whether entropies are computed.
         chunk_size: tokens whose logits exist at the same time; by default `chunk_tokens` of V.
+        softmax: computes a chunk.
 
     Returns:
-        log-probs [R] and entropies in nats [R], in float32 (in float64 where the inputs are).
+        log-probs [R] and entropies in nats [R] ([0] without `has_entropy`), in float32 (float64 where the inputs are).
     """
     assert temperature > 0, f"temperature must be above 0, is {temperature}"
     assert hidden.dtype == head_weight.dtype
-    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, target_ids, temperature, chunk_size or chunk_tokens(len(head_weight))
-    )
+    options = (temperature, has_entropy, chunk_size or chunk_tokens(len(head_weight)), softmax)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head_weight, target_ids, *options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -70,50 +123,46 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, target_ids: Tensor, temperature: float, chunk_size: int
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        target_ids: Tensor,
+        temperature: float,
+        has_entropy: bool,
+        chunk_size: int,
+        softmax: Softmax,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.temperature, ctx.chunk_size, ctx.softmax = temperature, chunk_size, softmax
         ctx.set_materialize_grads(False)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.promote_types(head_weight.dtype, torch.float32))  # [R]
-        entropy = torch.empty_like(logprobs)  # [R]
+        entropy = logprobs.new_empty(len(hidden) if has_entropy else 0)
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
-            distribution = _log_distribution(hidden[chunk], head_weight, temperature)  # [C, V]
-            logprobs[chunk] = distribution.gather(-1, target_ids[chunk, None]).squeeze(-1)
-            entropy[chunk] = -distribution.exp().mul_(distribution).sum(dim=-1)
-            del distribution  # before the next chunk's is made
-        ctx.save_for_backward(hidden, head_weight, target_ids, entropy)
+            inputs = (hidden[chunk], head_weight, target_ids[chunk], temperature)
+            logprobs[chunk], chunk_entropy = softmax.forward(*inputs, has_entropy=has_entropy)
+            if chunk_entropy is not None:
+                entropy[chunk] = chunk_entropy
+        ctx.save_for_backward(hidden, head_weight, target_ids, logprobs, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, head_weight, target_ids, entropy = ctx.saved_tensors
-        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head_weight, target_ids, logprobs, entropy = ctx.saved_tensors
+        grad_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs
+        probs = -grad_logprobs if grad_entropy is None else -grad_logprobs - grad_entropy * entropy  # [R]
         grad_hidden = torch.zeros_like(hidden)  # [R, D]
         grad_weight = torch.zeros_like(head_weight) if ctx.needs_input_grad[1] else None  # [V, D]
         for start in range(0, len(hidden), ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
-            hidden_chunk = hidden[chunk]  # [C, D]
-            # d logprob / d logit_v = 1[v is the target] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy).
-            grad = _log_distribution(hidden_chunk, head_weight, ctx.temperature)  # [C, V]
-            row_factor = -grad_logprobs[chunk]  # [C]
-            if grad_entropy is None:
-                grad.exp_().mul_(row_factor[:, None])
-            else:
-                probs = grad.exp()
-                row_factor -= grad_entropy[chunk] * entropy[chunk]
-                grad.mul_(-grad_entropy[chunk, None]).add_(row_factor[:, None]).mul_(probs)
-                del probs
-            grad.scatter_add_(-1, target_ids[chunk, None], grad_logprobs[chunk, None])
-            grad = _divide(grad, ctx.temperature).to(head_weight.dtype)
+            rows, entropy_slopes = hidden[chunk], None if grad_entropy is None else grad_entropy[chunk]
+            slopes = Slopes(logprobs[chunk], grad_logprobs[chunk], probs[chunk], entropy_slopes)
+            grad = ctx.softmax.gradient(rows, head_weight, target_ids[chunk], ctx.temperature, slopes)  # [C, V]
             grad_hidden[chunk] = grad @ head_weight
             if grad_weight is not None:
-                grad_weight.addmm_(grad.T, hidden_chunk)  # no second [V, D]
+                grad_weight.addmm_(grad.T, rows)  # no second [V, D]
             del grad
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _log_distribution(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

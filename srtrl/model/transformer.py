@@ -8,6 +8,7 @@ compute; `weights.py` splits and merges them. Numerics (float32 rotary table and
 Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pass, packed or of a decode step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan
+from srtrl.model.logprobs import PLAIN_SOFTMAX
 
 _ONE_THREAD_NUMEL = {"silu": 32768, "gelu_tanh": 16384}
 """Smaller operations stay on one thread: torch's `at::internal::GRAIN_SIZE`, and the same of its GELU."""
@@ -188,6 +190,12 @@ def activate(gate: Tensor, activation: Literal["silu", "gelu_tanh"] = "silu") ->
     return torch.cat([function(rows) for rows in torch.split(gate, num_rows)])
 
 
+def gated(gate_up: Tensor, style: Style = LLAMA) -> Tensor:
+    """The activation of the first half of each row, times the second half: [T, I] of [T, 2 I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate, style.activation) * up
+
+
 class Linear(nn.Linear):
     """A linear layer with uninitialised weights; no random state is moved.
 
@@ -206,6 +214,8 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.window = window
+        self.gated: Callable[[Tensor, Style], Tensor] = gated
+        """The MLP's activation; a device may have its own."""
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -240,8 +250,8 @@ class Layer(nn.Module):
         q, k, v = self._attention_inputs(self._normed(hidden, self.attention_norm), cosines, sines)
         attended = self.o_proj(plan.attend(layer, q, k, v, self.window).flatten(1))
         hidden = hidden + self._update(attended, self.attention_out_norm)
-        gate, up = self.gate_up_proj(self._normed(hidden, self.mlp_norm)).chunk(2, dim=-1)
-        return hidden + self._update(self.down_proj(activate(gate, self.style.activation) * up), self.mlp_out_norm)
+        gate_up = self.gate_up_proj(self._normed(hidden, self.mlp_norm))
+        return hidden + self._update(self.down_proj(self.gated(gate_up, self.style)), self.mlp_out_norm)
 
     def _normed(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
         return hidden if weight is None else rms_norm(hidden, weight, self.eps, self.style)
@@ -277,6 +287,8 @@ class Transformer(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         """Recompute each layer in the backward pass instead of keeping its activations."""
+        self.softmax = PLAIN_SOFTMAX
+        """What computes the log-probs of its update."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
         kinds = config.layer_kinds
         self.layers = nn.ModuleList(Layer(config, dtype, device, kind.window) for kind in kinds)

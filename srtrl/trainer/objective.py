@@ -177,17 +177,23 @@ class PolicyLearner(Learner):
 
 
 def response_logprobs(
-    model: Transformer, packed: PackedBatch, temperature: float, observers: Sequence[PassObserver] = ()
+    model: Transformer,
+    packed: PackedBatch,
+    temperature: float,
+    observers: Sequence[PassObserver] = (),
+    *,
+    has_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable.
 
-    `observers` see the hidden states.
+    `observers` see the hidden states. Without `has_entropy` there are no entropies: [0].
     """
     hidden = model(packed.token_ids, packed.plan)  # [T, D]
     hidden = Gather(packed.hidden_index, len(hidden))(hidden)  # [R, D]
     for observer in observers:
         observer.see(hidden, packed)
-    return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
+    inputs = (hidden, model.head_weight, packed.target_ids)
+    return token_logprobs(*inputs, temperature=temperature, has_entropy=has_entropy, softmax=model.softmax)
 
 
 def logprobs_column(
@@ -202,7 +208,7 @@ def logprobs_column(
         stage=stage,
         field=field,
         model=model,
-        forward=lambda packed: response_logprobs(model, packed, temperature)[0],
+        forward=lambda packed: response_logprobs(model, packed, temperature, has_entropy=False)[0],
         around=around,
     )
 

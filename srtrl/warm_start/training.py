@@ -197,7 +197,7 @@ def _model(
         }
     )
     model = init_model(config, recipe.seed, dtype=build.DTYPES[recipe.model.dtype], device=device)
-    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    build.set_update(model, recipe)
     return model
 
 
@@ -209,7 +209,7 @@ class SupervisedLearner(Learner):
 
     def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Learner`."""
-        logprobs, _ = response_logprobs(self.model, packed, temperature=1.0)  # [R]
+        logprobs, _ = response_logprobs(self.model, packed, temperature=1.0, has_entropy=False)  # [R]
         return -logprobs.sum() / sequence_lengths.sum(), {}
 
 
