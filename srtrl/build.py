@@ -280,9 +280,8 @@ def make_optimizer(
         ValueError: the update's attention cannot run on the model's device in its type.
     """
     body = model.body if isinstance(model, ValueModel) else model
-    dtype = DTYPES[recipe.model.dtype]
-    check_packed_attention(body.device, dtype, body.config.head_dim)
-    use_flash(recipe.train.attention, body.device, dtype, body.config)
+    check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
+    use_flash(recipe.train.attention, body.device, DTYPES[recipe.model.dtype], body.config)
     options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
     if lora is None:
         return build_optimizer(model, learning_rate=learning_rate, **options)
@@ -387,13 +386,11 @@ def build_engine(
         reserved_bytes: Memory left for what the update will take beside its activations.
         draft_head: Of `rollout.draft_head`.
     """
-    rollout, drafter = recipe.rollout, build_drafter(recipe)
+    rollout, drafter, free = recipe.rollout, build_drafter(recipe), free_bytes(model.device)
     if num_unknown := count_unknown(tokenizer, np.arange(model.config.vocab_size)):
         logger.warning("the tokenizer lacks %d of the model's tokens; in texts they are %s", num_unknown, UNKNOWN)
     options = EngineOptions(
-        slots=number_of_slots(
-            recipe, model, free_bytes(model.device), num_samples=num_samples, reserved_bytes=reserved_bytes
-        ),
+        slots=number_of_slots(recipe, model, free, num_samples=num_samples, reserved_bytes=reserved_bytes),
         kv_memory_gib=rollout.kv_memory_gib,
         kv_reserved_bytes=reserved_bytes,
         cuda_graphs=rollout.cuda_graphs,
