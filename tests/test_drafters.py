@@ -212,13 +212,14 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
 
 def test_phrases_are_learned_where_the_engine_has_time_for_it() -> None:
     drafter, text = SrtDrafter(), [5, 6, 7, 1]
-    start(drafter, {0: request(rng_key=1), 1: request((1, 3), rng_key=2)})
+    start(drafter, {0: request(rng_key=1), 1: request((1, 3), rng_key=2), 2: request((1, 4), rng_key=3)})
     top = TopTokens(token_ids=np.array([text], np.int32).T, logprobs=np.zeros((len(text), 1), np.float32))
     observe(drafter, {0: text}, top)
     observe(drafter, {1: text[:2]})
     assert not propose(drafter, [1])[0].token_ids.size, "its own trie has nothing else"
     drafter.learn_deferred()
     assert propose(drafter, [1])[0].token_ids.tolist()[:2] == text[2:]
+    assert propose(drafter, [2])[0].token_ids.tolist()[:4] == text, "after what the slot had before this text"
 
 
 def fork_of_the_docs(chances: dict[str, float] | None = None, *, knows_noise: bool) -> dict[str, float]:
