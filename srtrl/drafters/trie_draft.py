@@ -435,7 +435,8 @@ def learn_rows(
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    children, noise = make_children(open_memory(workspace.ctypes.data, workspace.size)), basis.noise
+    working_memory = open_memory(workspace.ctypes.data, workspace.size)  # no reference count, see `make_children`
+    children, noise = make_children(working_memory), basis.noise
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
