@@ -7,9 +7,9 @@ are taken in place of sampled ones. What the driver itself takes to queue copies
 Half of each prompt's samples are decoded, two for each slot where there are as many; the drafter has seen the other
 half. Drafters reckon with the samples' noise and get the most likely tokens of each place, as in training, though
 neither is that of the recorded tokens: these get `CHANCES`. Medians of alternating runs, after one to warm up. The
-stages are milliseconds of the host per decode step in which all slots decode. `times as fast` is about whole rollouts
-on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the device alone, and with the
-host's time.
+stages are milliseconds of the host per decode step in which all slots decode (`wait`: what the drafter learns while a
+device would compute). `times as fast` is about whole rollouts on a device whose steps take the time of `H200_CURVE` (by
+which drafts are budgeted): of the device alone, and with the host's time.
 """
 
 import argparse
