@@ -32,6 +32,7 @@ def softmax_inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> tupl
     weight = torch.randn(vocab_size, 8, generator=generator)
     targets = torch.randint(vocab_size, (num_tokens,), generator=generator)
     targets[-1] = (weight @ hidden[-1]).argmax()
+    targets = torch.stack([targets, torch.zeros_like(targets)], dim=1)[:, 0]  # not contiguous
     hidden, weight = (one.to(KERNEL_DEVICE, dtype).requires_grad_() for one in (hidden, weight))
     return hidden, weight, targets.to(KERNEL_DEVICE)
 

@@ -49,7 +49,8 @@ class FusedSoftmax(Softmax):
         logprobs = logits.new_empty(num_rows, dtype=torch.float32)
         entropy = torch.empty_like(logprobs) if has_entropy else None
         softmax_rows[(num_rows,)](
-            *(logits, target_ids, logprobs, logprobs if entropy is None else entropy, temperature, vocab_size),
+            *(logits, target_ids.contiguous(), logprobs, logprobs if entropy is None else entropy),
+            *(temperature, vocab_size),
             TEMPERED=temperature != 1,
             HAS_ENTROPY=has_entropy,
             BLOCK=min(_READ_AT_ONCE, triton.next_power_of_2(vocab_size)),
@@ -69,8 +70,8 @@ class FusedSoftmax(Softmax):
         block = min(_WRITTEN_AT_ONCE, triton.next_power_of_2(vocab_size))
         entropy = slopes.probs if slopes.entropy is None else slopes.entropy.contiguous()
         softmax_gradient_rows[(num_rows, triton.cdiv(vocab_size, block))](
-            *(logits, target_ids, chosen, slopes.logprobs, slopes.target.contiguous(), slopes.probs, entropy),
-            *(temperature, vocab_size),
+            *(logits, target_ids.contiguous(), chosen, slopes.logprobs, slopes.target.contiguous(), slopes.probs),
+            *(entropy, temperature, vocab_size),
             TEMPERED=temperature != 1,
             HAS_ENTROPY=slopes.entropy is not None,
             BLOCK=block,
