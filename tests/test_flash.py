@@ -26,13 +26,13 @@ from srtrl.planner import describe_memory
 from srtrl.run.machine import describe_machine
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
-BOTH = ("flash_attn_3", "flash-attn-4")
+BOTH = ("flash-attn-3", "flash-attn-4")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Packages are there, and what PyTorch does with them does nothing."""
-    monkeypatch.setattr(flash, "distributions", lambda: [SimpleNamespace(name=name) for name in packages])
+    monkeypatch.setattr(flash, "distributions", lambda name: [SimpleNamespace()] * (name in packages))
     for name in ("FA3", "FA4"):
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, lambda: SimpleNamespace(remove=lambda: None))
 
@@ -72,6 +72,18 @@ def test_the_device_and_what_is_installed_decide(
         assert choose_flash("fa2", CUDA, 128) == choose_flash("auto", CUDA, 192) == "FA2"
         monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, "FA3")  # an older PyTorch
         assert choose_flash("auto", CUDA, 128) == ("FA2" if packages == BOTH[:1] else expected.replace("3", "4"))
+
+
+def test_installed_packages_are_found_beside_what_an_interrupted_installation_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, metadata in (("flash_attn_3", "Name: flash_attn_3\nVersion: 3.0.0\n"), ("broken", "")):
+        folder = tmp_path / f"{name}-3.0.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(metadata, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with fake_cuda():
+        assert choose_flash("auto", CUDA, 128) == "FA3"
 
 
 @pytest.mark.usefixtures("_installed")
@@ -147,7 +159,7 @@ def test_one_that_fails_or_computes_something_else_is_refused(
 
 def test_one_that_cannot_be_imported_is_refused(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own functions import them; here there are none."""
-    monkeypatch.setattr(flash, "distributions", lambda: [SimpleNamespace(name="flash-attn-4")])
+    monkeypatch.setattr(flash, "distributions", lambda name: [SimpleNamespace()] * (name == "flash-attn-4"))
     with fake_cuda(), pytest.raises(ValueError, match=r"FA4 .* it fails: ModuleNotFoundError: .*flash_attn.*=fa2"):
         use_flash("auto", CUDA, BF16, config)
     assert attention.current_flash_attention_impl() is None

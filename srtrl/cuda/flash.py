@@ -37,10 +37,10 @@ def choose_flash(setting: str, device: torch.device, head_dim: int) -> str:
     """
     if setting == "fa2" or head_dim > MAX_HEAD_DIM:
         return OWN
-    installed = {one.name.lower().replace("_", "-") for one in distributions()}
     known = attention.list_flash_attention_impls()
     major, _ = torch.cuda.get_device_capability(device)
-    return next((name for name in NEWER.get(major, ()) if name in known and PACKAGES[name] in installed), OWN)
+    newer = (name for name in NEWER.get(major, ()) if name in known and any(distributions(name=PACKAGES[name])))
+    return next(newer, OWN)
 
 
 def use_flash(setting: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> None:
