@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.trust import POWER, Trust
-from srtrl.model.kernels import inlined
+from srtrl.model.kernels import inlined, makes_arrays
 from srtrl.model.noise import uniform_of
 
 Int32Array = npt.NDArray[np.int32]
@@ -53,19 +53,11 @@ class Children(NamedTuple):
     """By context, number of children with the context's own."""
 
 
-def new_workspace(num: int) -> Int32Array:
-    """Memory for `make_children`, [num, integers]."""
-    return np.empty((num, (6 + 2 * (3 + MAX_CONTEXTS)) * MAX_CHILDREN), np.int32)
-
-
-@inlined
-def make_children(memory: Int32Array) -> Children:
-    """No child yet, in memory that the caller keeps.
-
-    An array that a kernel makes has a reference count, and Numba changes it at each use: five sixths of a draft's time.
-    """
-    token_ids, counts, states, matches, cells, ends = memory[: 6 * MAX_CHILDREN].reshape(6, MAX_CHILDREN)
-    floats = memory[6 * MAX_CHILDREN :].view(np.float64).reshape(3 + MAX_CONTEXTS, MAX_CHILDREN)
+@makes_arrays
+def make_children() -> Children:
+    """No child yet."""
+    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
+    token_ids, counts, states, matches, cells, ends = numbers
     return Children(token_ids, counts, states, matches, floats[0], floats[1], floats[2], floats[3:], cells, ends)
 
 

@@ -68,8 +68,8 @@ def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
         if token == START_TOKEN:  # another turn
             before_last, last = START_TOKEN, START_TOKEN
             continue
-        for first in (before_last, NO_TOKEN):  # of one type: `_count` compiles once
-            _count(table, int(first), int(last), token, UNIT)
+        for first in (before_last, NO_TOKEN):  # of one type: `_claim` compiles once
+            _count(table, _claim(table, int(first), int(last)), int(token), UNIT)
         before_last, last = last, token
 
 
@@ -84,40 +84,46 @@ def learn_distributions(
     for b in range(len(slots)):
         before_last, last = int(cursors.rows[slots[b], BEFORE_LAST]), int(cursors.rows[slots[b], LAST])
         for i in range(offsets[b], offsets[b + 1]):
-            for number in range(NUM_TOP if known[i, 0] != UNKNOWN else 0):
-                weight = int(UNIT * probability(known[i], 0, number) + 0.5)
-                if weight > 0:
-                    for length in (2, 1):
-                        _count(table, before_last if length == 2 else NO_TOKEN, last, known[i, number], weight)
+            if known[i, 0] != UNKNOWN:
+                for length in (2, 1):
+                    row = _claim(table, before_last if length == 2 else NO_TOKEN, last)
+                    for number in range(NUM_TOP):
+                        weight = int(UNIT * probability(known[i], 0, number) + 0.5)
+                        if weight > 0:
+                            _count(table, row, int(known[i, number]), weight)
             before_last, last = last, int(token_ids[i])
 
 
 @inner
-def _count(table: Table, first: int, second: int, token: int, weight: int) -> None:
-    """Add to the count of a token after a context."""
-    index, mark = _row_of(table, first, second)
-    row = table[index]
-    if row[MARK] != mark:
-        for i in range(len(row)):
-            row[i] = 0  # it was another context's
-        row[MARK] = mark
-    if row[TOTAL] >= MAX_TOTAL:
-        row[TOTAL] = 0
-        for entry in range(ENTRIES, len(row), 2):
-            row[entry + 1] >>= 1
-            row[TOTAL] += row[entry + 1]
+def _claim(table: Table, first: int, second: int) -> int:
+    """Row of a context, which it takes if it is another's."""
+    row, mark = _row_of(table, first, second)
+    if table[row, MARK] != mark:
+        table[row] = 0
+        table[row, MARK] = mark
+    if table[row, TOTAL] >= MAX_TOTAL:
+        table[row, TOTAL] = 0
+        for entry in range(ENTRIES, ENTRIES + 2 * WAYS, 2):
+            table[row, entry + 1] >>= 1
+            table[row, TOTAL] += table[row, entry + 1]
+    return row
+
+
+@inner
+def _count(table: Table, row: int, token: int, weight: int) -> None:
+    """Add to the count of a token after the context of a row."""
     rarest = ENTRIES
-    for entry in range(ENTRIES, len(row), 2):
-        if row[entry] == token and row[entry + 1] > 0:
-            row[entry + 1] += weight
-            row[TOTAL] += weight
+    for entry in range(ENTRIES, ENTRIES + 2 * WAYS, 2):
+        if table[row, entry] == token and table[row, entry + 1] > 0:
+            table[row, entry + 1] += weight
+            table[row, TOTAL] += weight
             return
-        if row[entry + 1] < row[rarest + 1]:
+        if table[row, entry + 1] < table[row, rarest + 1]:
             rarest = entry
-    if row[rarest + 1] > weight:  # as Misra and Gries (1982) find frequent items: what is new wears out what is rare
-        row[rarest + 1] -= weight
-        row[TOTAL] -= weight
+    if table[row, rarest + 1] > weight:  # as Misra and Gries (1982) find frequent items: what is new wears out the rare
+        table[row, rarest + 1] -= weight
+        table[row, TOTAL] -= weight
         return
-    row[TOTAL] += weight - row[rarest + 1]
-    row[rarest] = token
-    row[rarest + 1] = weight
+    table[row, TOTAL] += weight - table[row, rarest + 1]
+    table[row, rarest] = token
+    table[row, rarest + 1] = weight

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
-from srtrl.drafters.children import new_workspace
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
@@ -159,7 +158,7 @@ class Drafter(DrafterBase):
     def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         teaches = self._is_drafted[slots] & self._noise.is_known[slots]
         if teaches.any():
-            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis(), new_workspace(1))
+            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis())
         self._is_drafted[slots] = False
 
     def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, distributions: Int32Array) -> None:

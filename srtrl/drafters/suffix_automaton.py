@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from srtrl.drafters.distributions import SIZE, UNKNOWN
-from srtrl.model.kernels import inlined, inner
+from srtrl.model.kernels import inlined, inner, makes_arrays
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -103,7 +103,7 @@ def _address_to_pointer(typing_context: Any, address: Any) -> Any:
 _pointer: Any = intrinsic(_address_to_pointer)
 
 
-@inlined
+@makes_arrays
 def open_memory(address: int, size: int) -> Int32Array:
     """View of the `size` int32 at an address; the owner of the array must outlive it."""
     return carray(_pointer(address), (size,), np.int32)

@@ -10,7 +10,6 @@ times `min_score` is left out.
 """
 
 import math
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numba
@@ -25,12 +24,12 @@ from srtrl.drafters.children import (
     find_child,
     log_exponential,
     make_children,
-    new_workspace,
     scale_shares,
     share_out,
 )
 from srtrl.drafters.distributions import NUM_TOP, probability
 from srtrl.drafters.draft_tree import DraftTrees, ranges
+from srtrl.drafters.frontier import Frontier, make_frontier, put_candidate
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.suffix_automaton import (
     BEFORE_LAST,
@@ -134,8 +133,13 @@ class Basis(NamedTuple):
     """Of all slots."""
 
 
-Nodes = tuple[Int32Array, Int32Array, Float32Array]
-"""Token ids, parents and scores."""
+class Nodes(NamedTuple):
+    """Nodes of trees, in the order in which they were drafted."""
+
+    token_ids: Int32Array
+    parents: Int32Array
+    depths: Int32Array
+    scores: Float32Array
 
 
 @inlined
@@ -302,18 +306,16 @@ def _grow(
     noise: Noise,
     min_score: float,
     children: Children,
+    frontier: Frontier,
     nodes: Nodes,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
-    basis, (token_ids, parents, scores) = Basis(rule, shared, trust, noise), nodes
-    depths = np.empty(len(token_ids), np.int32)
+    basis = Basis(rule, shared, trust, noise)
     match = cursor[MATCH]
     state = locate(memory, cursor[STATE], match)
     before_last, last = cursor[BEFORE_LAST], cursor[LAST]
-    score, depth = 1.0, 0
-    frontier = [(-score, last, NONE, state, match)]  # Numba wants to know the type
-    frontier.clear()
-    for node in range(len(token_ids)):
+    score, depth, waiting = 1.0, 0, 0
+    for node in range(len(nodes.token_ids)):
         row = _row_at(basis.noise, cursor, slot, depth)
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
         num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, negligible, children)
@@ -326,17 +328,19 @@ def _grow(
             if child_score >= min_score:
                 if children.states[i] == NONE:
                     children.states[i], children.matches[i] = _follow(memory, state, match, children.token_ids[i])
-                heappush(
-                    frontier, (-child_score, children.token_ids[i], node - 1, children.states[i], children.matches[i])
-                )
-        if not frontier:
+                token, child, length = children.token_ids[i], children.states[i], children.matches[i]
+                waiting = put_candidate(frontier, waiting, child_score, token, node - 1, child, length)
+        if waiting == 0:
             return node
-        negative_score, last, parent, state, match = heappop(frontier)
-        score = -negative_score
-        before_last = cursor[LAST] if parent == NONE else token_ids[parent]
-        depth = 1 if parent == NONE else depths[parent] + 1
-        token_ids[node], parents[node], scores[node], depths[node] = last, parent, score, depth
-    return len(token_ids)
+        waiting -= 1
+        score, numbers = frontier.scores[waiting], frontier.numbers
+        last, parent = numbers[waiting, 0], numbers[waiting, 1]
+        state, match = numbers[waiting, 2], numbers[waiting, 3]
+        before_last = cursor[LAST] if parent == NONE else nodes.token_ids[parent]
+        depth = 1 if parent == NONE else nodes.depths[parent] + 1
+        nodes.token_ids[node], nodes.parents[node] = last, parent
+        nodes.depths[node], nodes.scores[node] = depth, score
+    return len(nodes.token_ids)
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
@@ -349,7 +353,6 @@ def _draft_rows(
     trust: Trust,
     noise: Noise,
     min_score: float,
-    workspace: Int32Array,
     token_ids: Int32Array,
     parents: Int32Array,
     scores: Float32Array,
@@ -362,8 +365,11 @@ def _draft_rows(
     for row in numba.prange(len(slots)):
         slot, begin, end = slots[row], rooms[row], rooms[row + 1]
         memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-        children, nodes = make_children(workspace[row]), (token_ids[begin:end], parents[begin:end], scores[begin:end])
-        sizes[row] = _grow(memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, children, nodes)
+        children, frontier = make_children(), make_frontier(end - begin)
+        nodes = Nodes(token_ids[begin:end], parents[begin:end], np.empty(end - begin, np.int32), scores[begin:end])
+        sizes[row] = _grow(
+            memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, children, frontier, nodes
+        )
 
 
 def draft_trees(
@@ -385,8 +391,7 @@ def draft_trees(
     (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
     min_score = max(min_score, SMALLEST_SCORE)
-    workspace = new_workspace(len(slots))
-    _draft_rows(cursors, slots, rooms, *basis, min_score, workspace, token_ids, parents, scores, sizes)
+    _draft_rows(cursors, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
     nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
@@ -428,15 +433,13 @@ def learn_rows(
     token_ids: Int32Array,
     offsets: Int64Array,
     basis: Basis,
-    workspace: Int32Array,
 ) -> None:
     """Learn trust from sampled tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
 
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    working_memory = open_memory(workspace.ctypes.data, workspace.size)  # no reference count, see `make_children`
-    children, noise = make_children(working_memory), basis.noise
+    children, noise = make_children(), basis.noise
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0

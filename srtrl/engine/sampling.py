@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from srtrl.model.cpu_threads import use_kernel_threads
-from srtrl.model.kernels import inner
+from srtrl.model.kernels import makes_arrays
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2, hash_row, uniform_of
 from srtrl.model.vector_exp import exp_parts
 from srtrl.types import TopTokens
@@ -158,7 +158,7 @@ def _race(scaled: Array, weights: Array, best: int, row_key: np.uint64) -> int:
     return winner
 
 
-@inner
+@makes_arrays
 def _sample_row(logits: Array, temperature: np.float32, rng_key: np.uint64, position: int) -> tuple[int, np.float32]:
     """Sample a token of one row; see `sample_rows_on_cpu`. Returns the token and its log-prob."""
     vocab_size = len(logits)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from srtrl.model.cpu_threads import use_kernel_threads
-from srtrl.model.kernels import inner
+from srtrl.model.kernels import makes_arrays
 from srtrl.model.vector_exp import exp_parts
 
 Array = npt.NDArray[Any]
@@ -245,7 +245,7 @@ def attend_paged(inputs: AttentionInputs, out: Array) -> None:
             _attend_row(np.int64(n), inputs, out)  # an unsigned number, as in the loop, would compile once more
 
 
-@inner
+@makes_arrays
 def _attend_row(n: np.int64, inputs: AttentionInputs, out: Array) -> None:
     """Attention of row n, see `attend_paged`: in a parallel function this would take twice as long to compile."""
     q, key_pages, value_pages, page_tables, row_tables = inputs[:5]
