@@ -15,11 +15,13 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
 def _overlaps() -> bool:
-    return not triton.knobs.runtime.interpret and bool(cuda_capability_geq(9))
+    return not triton.knobs.runtime.interpret and bool(cuda_capability_geq(9) and not cuda_capability_geq(12))
 
 
 can_overlap: Callable[[], Any] = triton.constexpr_function(_overlaps)
-"""Whether a kernel of the device may be launched before the one before it has ended: on Hopper and later."""
+"""Whether a kernel of the device may be launched before the one before it has ended: on Hopper, and Blackwell's 10.x.
+
+On 12.x others had invalid handles by it in graphs that were captured (sglang#18596)."""
 
 
 @jit
