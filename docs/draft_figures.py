@@ -32,7 +32,7 @@ from srtrl.model.weights import load_model
 from srtrl.recipe.file import load_recipe
 from srtrl.types import Completion, Request, SamplingParams, TopTokens
 
-SCORES = (0.45, 0.13, 0.05, 0.02)
+SCORES = (0.45, 0.13, 0.05, 0.02, 0.006, 0.002)
 TARGETS = (3.6, 9.0, 17.0)
 MAX_NODES = 48
 SENTENCES = (
