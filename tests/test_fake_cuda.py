@@ -22,6 +22,7 @@ from rank_cases import FORKED
 from rank_runs import Around, train_on_ranks
 from runner_cases import runner_policy
 from test_draft_head import head_engine, make_head
+from test_triton_compile import OF_THE_UPDATE
 from test_turns import converse, turn_requests
 from tiny_run import learned_rows, make_policy, make_recipe, train
 from torch.nn import functional
@@ -246,7 +247,6 @@ def test_turns_and_stop_strings(device: FakeCuda) -> None:
     assert not device.findings
 
 
-OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"}
 BF16 = {"model__dtype": "bfloat16", "train__max_logprob_difference": 1.0}
 TRAINING: dict[str, dict[str, Any]] = {
     "grpo": {"rollout__drafter": "srt"},

@@ -26,6 +26,7 @@ from srtrl.model.transformer import LLAMA, Layer, Style, Transformer
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
 _NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated` takes
 _PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
+GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 
 @torch.inference_mode()
@@ -182,17 +183,30 @@ def gated(gate_up: Tensor, style: Style = LLAMA) -> Tensor:
 
 
 @jit
+def load_gates(
+    gate_up: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr, IS_GELU: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Gates and what they open of a row, float32, and the argument a of the activation x sigmoid(a).
+
+    SiLU: a = x. GELU by tanh: a = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    """
+    inside = columns < WIDTH
+    gate = tl.load(gate_up + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    argument = GELU_SCALE * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    return gate, up, argument
+
+
+@jit
 def gated_rows(
     gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
 ) -> None:
-    """One program per row and block. GELU by tanh is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """One program per row and block."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    gate, up, argument = load_gates(gate_up + row * 2 * WIDTH, columns, WIDTH, IS_GELU)
     activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-argument)), out.dtype.element_ty)
     tl.store(out + row * WIDTH + columns, activated * up, mask=inside)
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from srtrl.cuda.jit import jit
-from srtrl.cuda.layers import gated, rounded
+from srtrl.cuda.layers import GELU_SCALE, gated, load_gates, rounded
 from srtrl.model.logprobs import Slopes, Softmax
 from srtrl.model.transformer import Layer, Style, Transformer
 
@@ -51,11 +51,7 @@ class FusedSoftmax(Softmax):
         softmax_rows[(num_rows,)](
             *(logits, target_ids.contiguous(), logprobs, logprobs if entropy is None else entropy),
             *(temperature, vocab_size),
-            TEMPERED=temperature != 1,
-            HAS_ENTROPY=has_entropy,
-            BLOCK=min(_READ_AT_ONCE, triton.next_power_of_2(vocab_size)),
-            num_warps=4,
-            enable_fp_fusion=True,
+            **_softmax_options(_READ_AT_ONCE, vocab_size, temperature, has_entropy=has_entropy),
         )
         return logprobs, entropy
 
@@ -67,18 +63,25 @@ class FusedSoftmax(Softmax):
         num_rows, vocab_size = logits.shape
         assert logits.is_contiguous()
         chosen = logits.gather(-1, target_ids[:, None])  # before it is overwritten
-        block = min(_WRITTEN_AT_ONCE, triton.next_power_of_2(vocab_size))
+        has_entropy = slopes.entropy is not None
+        options = _softmax_options(_WRITTEN_AT_ONCE, vocab_size, temperature, has_entropy=has_entropy)
         entropy = slopes.probs if slopes.entropy is None else slopes.entropy.contiguous()
-        softmax_gradient_rows[(num_rows, triton.cdiv(vocab_size, block))](
+        softmax_gradient_rows[(num_rows, triton.cdiv(vocab_size, options["BLOCK"]))](
             *(logits, target_ids.contiguous(), chosen, slopes.logprobs, slopes.target.contiguous(), slopes.probs),
             *(entropy, temperature, vocab_size),
-            TEMPERED=temperature != 1,
-            HAS_ENTROPY=slopes.entropy is not None,
-            BLOCK=block,
-            num_warps=4,
-            enable_fp_fusion=True,
+            **options,
         )
         return logits
+
+
+def _softmax_options(at_once: int, vocab_size: int, temperature: float, *, has_entropy: bool) -> dict[str, Any]:
+    return {
+        "TEMPERED": temperature != 1,
+        "HAS_ENTROPY": has_entropy,
+        "BLOCK": min(at_once, triton.next_power_of_2(vocab_size)),
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
 
 
 @jit
@@ -202,16 +205,14 @@ def gated_gradient_rows(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ) -> None:
-    """One program per row and block. Both activations are x sigmoid(a), a = x or that of `gated_rows`."""
+    """One program per row and block; a of the activation x sigmoid(a) is that of `load_gates`."""
     dtype: tl.constexpr = gate_up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    gate, up, argument = load_gates(gate_up + row * 2 * WIDTH, columns, WIDTH, IS_GELU)
     slope = tl.load(slopes + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
-    rise = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate) if IS_GELU else 1.0  # of the argument
+    rise = GELU_SCALE * (1.0 + 0.134145 * gate * gate) if IS_GELU else 1.0  # of the argument
     divisor = 1.0 + tl.exp(-argument)
     share = tl.div_rn(1.0, divisor)
     activated = rounded(tl.div_rn(gate, divisor), dtype)

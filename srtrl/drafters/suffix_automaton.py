@@ -341,6 +341,17 @@ def locate(memory: Int32Array, state: int, match: int) -> int:
     return int(state)
 
 
+@inlined
+def follow(memory: Int32Array, state: int, match: int, token: int) -> tuple[int, int]:
+    """The longest string that ends with a token, after a string: its state and length."""
+    edge = find_edge(memory, state, token)
+    while edge == NONE and state != ROOT:
+        state = int(memory[state + LINK])
+        match = int(memory[state + LENGTH])
+        edge = find_edge(memory, state, token)
+    return (ROOT, 0) if edge == NONE else (int(memory[edge + TARGET]), match + 1)
+
+
 @inner
 def _advance(
     memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, distributions: Int32Array, begin: int
@@ -365,15 +376,7 @@ def _advance(
             state = _insert_token(memory, state, token, num_new, parent, edge, distribution)
             match += 1
         else:
-            state = locate(memory, state, match)
-            edge = find_edge(memory, state, token)
-            while edge == NONE and state != ROOT:
-                state = int(memory[state + LINK])
-                match = int(memory[state + LENGTH])
-                edge = find_edge(memory, state, token)
-            if edge != NONE:
-                state = int(memory[edge + TARGET])
-                match += 1
+            state, match = follow(memory, locate(memory, state, match), match, token)
         cursor[BEFORE_LAST], cursor[LAST] = cursor[LAST], token
         cursor[NUM_PASSED] += 1
         done += 1

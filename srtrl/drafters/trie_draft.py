@@ -52,6 +52,7 @@ from srtrl.drafters.suffix_automaton import (
     Int64Array,
     edges_end,
     find_edge,
+    follow,
     locate,
     num_edges,
     open_memory,
@@ -176,14 +177,11 @@ def _add_distribution(
 
 
 @inlined
-def _follow(memory: Int32Array, state: int, match: int, token: int) -> tuple[int, int]:
-    """Longest context that ends with a token, after a context: its state and length."""
-    edge = find_edge(memory, state, token)
-    while edge == NONE and state != ROOT:
-        state = memory[state + LINK]
-        match = memory[state + LENGTH]
-        edge = find_edge(memory, state, token)
-    return (ROOT, 0) if edge == NONE else (memory[edge + TARGET], match + 1)
+def _context_with(memory: Int32Array, state: int, match: int, children: Children, i: int) -> tuple[int, int]:
+    """State and length of the longest context that ends with a child's token, after a node with these."""
+    if children.states[i] == NONE:
+        return follow(memory, state, match, children.token_ids[i])
+    return children.states[i], children.matches[i]
 
 
 @inlined
@@ -300,17 +298,13 @@ def _grow(
     memory: Int32Array,
     cursor: Int32Array,
     slot: int,
-    rule: Rule,
-    shared: Table,
-    trust: Trust,
-    noise: Noise,
+    basis: Basis,
     min_score: float,
     children: Children,
     frontier: Frontier,
     nodes: Nodes,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
-    basis = Basis(rule, shared, trust, noise)
     match = cursor[MATCH]
     state = locate(memory, cursor[STATE], match)
     before_last, last = cursor[BEFORE_LAST], cursor[LAST]
@@ -326,10 +320,8 @@ def _grow(
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
             if child_score >= min_score:
-                if children.states[i] == NONE:
-                    children.states[i], children.matches[i] = _follow(memory, state, match, children.token_ids[i])
-                token, child, length = children.token_ids[i], children.states[i], children.matches[i]
-                waiting = put_candidate(frontier, waiting, child_score, token, node - 1, child, length)
+                child, length = _context_with(memory, state, match, children, i)
+                waiting = put_candidate(frontier, waiting, child_score, children.token_ids[i], node - 1, child, length)
         if waiting == 0:
             return node
         waiting -= 1
@@ -367,9 +359,8 @@ def _draft_rows(
         memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
         children, frontier = make_children(), make_frontier(end - begin)
         nodes = Nodes(token_ids[begin:end], parents[begin:end], np.empty(end - begin, np.int32), scores[begin:end])
-        sizes[row] = _grow(
-            memory, cursors.rows[slot], slot, rule, shared, trust, noise, min_score, children, frontier, nodes
-        )
+        basis = Basis(rule, shared, trust, noise)
+        sizes[row] = _grow(memory, cursors.rows[slot], slot, basis, min_score, children, frontier, nodes)
 
 
 def draft_trees(
@@ -460,8 +451,5 @@ def learn_rows(
             _learn_token(basis.trust, row, children, num_contexts, child)
             if child == num:
                 break
-            if children.states[child] == NONE:
-                state, match = _follow(memory, state, match, token_ids[i])
-            else:
-                state, match = children.states[child], children.matches[child]
+            state, match = _context_with(memory, state, match, children, child)
             before_last, last = last, token_ids[i]
