@@ -179,8 +179,9 @@ def _choose(scores: Array, order: Array, offsets: Array, costs: Array, sizes: Ar
 
 @dataclass(slots=True)
 class _Rate:
-    """Tokens and seconds of steps of one kind; old steps fade."""
+    """Sequences, tokens and seconds of steps of one kind; old steps fade."""
 
+    sequences: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
 
@@ -188,13 +189,18 @@ class _Rate:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def add(self, num_tokens: int, seconds: float) -> None:
+    def add(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        self.sequences = 0.9 * self.sequences + num_sequences
         self.tokens = 0.9 * self.tokens + num_tokens
         self.seconds = 0.9 * self.seconds + seconds
 
 
 class DraftGate:
-    """Whether to draft, for steps of one class: tokens per second with and without drafts, by the wall clock."""
+    """Whether to draft, for steps of one class: tokens per second with and without drafts, by the wall clock.
+
+    And tokens per sequence: fewer than `MIN_GAIN` cannot give so many times the tokens per second, whatever the clock
+    of a busy machine says.
+    """
 
     def __init__(self) -> None:
         self._with, self._without = _Rate(), _Rate()
@@ -212,10 +218,12 @@ class DraftGate:
         """Whether the coming step is drafted for."""
         return (self._num_on + 1) % CHECK_EVERY != 0 if self._is_on else self._cooldown_steps <= 0
 
-    def record(self, *, drafted: bool, num_tokens: int, seconds: float) -> None:
-        """Such a step gave this many tokens in this time."""
-        (self._with if drafted else self._without).add(num_tokens, seconds)
-        pays = self._with.tokens_per_second > MIN_GAIN * self._without.tokens_per_second
+    def record(self, *, drafted: bool, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """Such a step of this many sequences gave this many tokens in this time."""
+        drafts, plain = self._with, self._without
+        (drafts if drafted else plain).add(num_sequences, num_tokens, seconds)
+        pays = drafts.tokens > MIN_GAIN * drafts.sequences
+        pays = pays and drafts.tokens_per_second > MIN_GAIN * plain.tokens_per_second
         if self._is_on:
             self._num_on += 1
             if drafted and not pays:
@@ -336,7 +344,7 @@ class DraftControl:
         if drafted:
             self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
         num_tokens = num_sequences + int(num_accepted.sum())
-        learned.gate.record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
+        learned.gate.record(drafted=drafted, num_sequences=num_sequences, num_tokens=num_tokens, seconds=seconds)
 
     def _of_class(self, num_sequences: int) -> _Learned:
         history = round(4 * self._num_known / max(1, self._num_requests))
