@@ -167,7 +167,7 @@ def clipped(name: str, p: Padded, low: float, high: float) -> dict[str, Tensor]:
     ratio, is_good = ratios(name, p).detach(), p.advantages > 0
     is_low, is_high = ratio < 1 - low, ratio > 1 + high
     if name == "cispo":  # it bounds a weight, of either sign
-        return {"clip_share/low": is_low, "clip_share/high": is_high}
+        return {"clip_share/low": is_low & (p.advantages != 0), "clip_share/high": is_high & (p.advantages != 0)}
     marks = {"clip_share/low": is_low & ~is_good, "clip_share/high": is_high & is_good}
     return marks | ({"clip_share/dual": (ratio > RATIO_CAP) & ~is_good} if name == "dual_clip" else {})
 
@@ -176,7 +176,7 @@ def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float
     """The loss of a mini-batch with gradient, and the metrics of its tokens. The cap weighs the policy's loss alone."""
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
     tokens = token_losses(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)
-    metrics = {"entropy": p.entropy, **clipped(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)}
+    metrics = {"entropy": -p.rollout, **clipped(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)}
     if algorithm.importance_cap:
         weights = (p.old - p.rollout).exp().clamp(max=algorithm.importance_cap)
         tokens = weights * tokens

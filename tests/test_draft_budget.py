@@ -188,17 +188,27 @@ PAUSES = (2, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024)
     ],
     ids=["drafts never pay: pauses between trials double", "drafts pay: one step in 64 goes without"],
 )
-def test_steps_are_drafted_for_where_that_pays_and_a_change_is_noticed(gain: float, stretches: list[int]) -> None:
+@pytest.mark.parametrize("accepted", [100, 4])
+def test_steps_are_drafted_for_where_that_pays_and_a_change_is_noticed(
+    gain: float, stretches: list[int], accepted: int
+) -> None:
+    """Never where 100 sequences get 4 tokens more by drafts, whatever the clock says."""
+
     def drive(num_steps: int, gain: Callable[[int], float]) -> list[bool]:
         """Which steps are drafted for, where drafts give `gain` times the tokens per second."""
         gate, drafted = DraftGate(), []
         for step in range(num_steps):
             drafted.append(wants := gate.wants_drafts)
             assert gate.wants_drafts == wants, "the question changes nothing"
-            gate.record(drafted=wants, num_tokens=100, seconds=1 / gain(step) if wants else 1.0)
+            num_tokens = 100 + accepted * wants
+            seconds = num_tokens / 100 / (gain(step) if wants else 1.0)
+            gate.record(drafted=wants, num_sequences=100, num_tokens=num_tokens, seconds=seconds)
         return drafted
 
     found = [len(list(steps)) for _, steps in groupby(drive(5000, lambda step: gain))]
+    if accepted == 4:
+        assert found[: 2 * len(PAUSES)] == [length for pause in PAUSES for length in (pause, 4)]
+        return
     assert found[: len(stretches)] == stretches
     drafted = drive(3000, lambda step: 2 * gain if 500 <= step < 1500 else gain / 2)
     before, during, after = (np.mean(drafted[start:stop]) for start, stop in ((0, 500), (1100, 1500), (1520, 3000)))

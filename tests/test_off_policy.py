@@ -106,7 +106,7 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
     models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in folders]
     num_mixed = num_capped = 0
     for now, row in enumerate(read_metrics(run / "metrics.jsonl")):
-        losses, weights, computed, ages = [], np.empty(0), list[float](), list[int]()
+        losses, weights, capped, ages = [], np.empty(0), list[float](), list[int]()
         for sample in pq.read_table(run / "rollouts" / f"step_{now + 1:06d}.parquet").to_pylist():
             prompt, response = sample["prompt_token_ids"], sample["token_ids"]
             versions = sample.get("policy_versions") or [now] * len(response)
@@ -130,12 +130,12 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
             own = np.exp(logprobs[now] - logprobs[versions, sampled])
             losses.append(-sample["advantage"] * np.minimum(own, cap).mean())
             weights, ages = np.append(weights, own), [*ages, *(now - version for version in versions)]
-            computed += np.minimum(own, cap).tolist() if sample["advantage"] else []  # without one there is no pass
+            capped += np.minimum(own, cap).tolist()
         expected = {
             "loss": np.mean(losses),
             "off_policy/weight_mean": weights.mean(),
             "off_policy/weight_max": weights.max(),
-            "importance/weight": np.mean(computed),
+            "importance/weight": np.mean(capped),
             "off_policy/stale_share": np.mean([age > 0 for age in ages]),
             "off_policy/age_2": np.mean([age in (2, 3) for age in ages]),
         }

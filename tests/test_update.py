@@ -285,13 +285,14 @@ def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches()
     [
         ({}, True),
         ({"loss": "gspo"}, True),
-        ({"kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"}}, True),
+        ({"loss": "cispo", "importance_cap": 1.1, "old_logprobs": "recompute"}, True),
+        ({"kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"}}, False),  # for the metric
         ({"kl": {"coefficient": 0.05}}, False),
         ({"entropy_coefficient": 0.1}, False),
         ({"loss": "padded_update:own_loss"}, False),
     ],
 )
-def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same(
+def test_samples_without_advantage_are_not_computed_and_gradient_and_metrics_are_the_same(
     options: dict[str, Any], is_skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three, then all of them: one sample is computed then, for an optimizer step with a gradient of zeros."""
@@ -305,30 +306,33 @@ def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same
         monkeypatch.setattr(PolicyLearner, "needs_pass", lambda *_: True)
         computed.append(recorded_packs(cases, options, monkeypatch))
         monkeypatch.undo()
-        (found, num_found), (expected, num_expected) = computed
+        (found, means, num_found), (expected, expected_means, num_expected) = computed
         assert num_expected == len(cases)
         assert num_found == (max(1, len(cases) - num_zero) if is_skipped else len(cases))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+        assert means == pytest.approx(expected_means, rel=1e-12)
+        assert {"entropy", *(["importance/weight"] if "importance_cap" in options else [])} <= means.keys()
 
 
 def recorded_packs(
     sequences: list[TrainSequence],
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> tuple[list[Tensor], int]:
-    """The gradient, and the number of sequences that were computed for it."""
+) -> tuple[list[Tensor], dict[str, float], int]:
+    """The gradient, the metrics but those of what was computed, and the number of sequences computed for them."""
     num_computed = 0
 
-    def recording(model: Transformer, packed: PackedBatch, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def recording(model: Transformer, packed: PackedBatch, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         nonlocal num_computed
-        num_computed += len(packed.plan.lengths)
-        return response_logprobs(model, packed, *arguments)
+        num_computed += len(packed.plan.lengths) * torch.is_grad_enabled()  # not for recomputed log-probs
+        return response_logprobs(model, packed, *arguments, **options)
 
     with monkeypatch.context() as context:
         context.setattr("srtrl.trainer.objective.response_logprobs", recording)
-        gradient, _ = packed_gradient(recipe_of(len(sequences), {"kl": {}} | options, 30), sequences)
-    return gradient, num_computed
+        gradient, metrics = packed_gradient(recipe_of(len(sequences), {"kl": {}} | options, 30), sequences)
+    means = {name: mean for name, mean in metrics.items() if not name.startswith(("tokens/", "logprob_difference/"))}
+    return gradient, means, num_computed
 
 
 # --- What stops an update --------------------------------------------------------------------------------------------

@@ -135,12 +135,12 @@ def cispo(
     the greatest weight itself, 1 + `clip_high` here, and TRL has no lower bound.
 
     Metrics: `clip_share/low` and `clip_share/high` mark tokens whose weight was clipped, of either sign of the
-    advantage; they keep their gradient. `sequence_index` is not used.
+    advantage, but not without one; they keep their gradient. `sequence_index` is not used.
     """
     ratio = torch.exp((logprobs - old_logprobs).detach())
     metrics = {
-        "clip_share/low": (ratio < 1 - clip_low).to(ratio.dtype),
-        "clip_share/high": (ratio > 1 + clip_high).to(ratio.dtype),
+        "clip_share/low": ((ratio < 1 - clip_low) & (advantages != 0)).to(ratio.dtype),
+        "clip_share/high": ((ratio > 1 + clip_high) & (advantages != 0)).to(ratio.dtype),
     }
     return -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs, metrics
 

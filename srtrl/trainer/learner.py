@@ -122,7 +122,7 @@ class Learner:
 
         Returns:
             `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over
-            all response tokens of all mini-batches. `learning_rate`: that of the last optimizer step. Those of
+            all response tokens of all mini-batches; those of sequences that need no pass count as zeros. `learning_rate`: that of the last optimizer step. Those of
             `after_update`. All of them begin with `prefix`.
 
         Raises:
@@ -155,7 +155,7 @@ class Learner:
                 loss = torch.stack([part.pop(LOSS) for part in passes.all_results]).sum()
                 self.num_rows += sum(int(part.pop(ROWS)) for part in passes.all_results)
                 sums += passes.all_results
-                num_tokens += int(lengths[: len(computed)].sum())
+                num_tokens += int(lengths.sum())
                 self.before_step(computed, context, place)
                 losses.append(_finite(loss, f"{place}: the loss ({self.loss_name})"))
                 learning_rate = learning_rate_at(self.updates, context.step, number)

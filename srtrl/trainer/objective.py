@@ -52,6 +52,8 @@ class PolicyLearner(Learner):
         self.token_loss = resolve_part("algorithm.loss", algorithm.loss)
         self.reduction = resolve_part("algorithm.reduction", algorithm.reduction)
         self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator)
+        has_bonus = algorithm.entropy_coefficient > 0
+        self.needs_entropy = has_bonus or bool(declared(self.token_loss, 4, {"entropy": None}))
         self.difference: dict[str, float] = {}
         """`logprob_difference/*` of the current step, once the log-probs are compared."""
         self.observers: list[PassObserver] = []
@@ -66,7 +68,9 @@ class PolicyLearner(Learner):
         """
         algorithm = self.recipe.algorithm
         temperature = self.recipe.rollout.temperature
-        logprobs, entropy = response_logprobs(self.model, packed, temperature, self.observers)  # [R] each
+        logprobs, entropy = response_logprobs(  # [R] each
+            self.model, packed, temperature, self.observers, has_entropy=self.needs_entropy
+        )
         if not self.difference:
             self._first_logprobs[packed.first_sequence] = logprobs.detach()
         old_logprobs = packed.rollout_logprobs if packed.old_logprobs is None else packed.old_logprobs
@@ -83,12 +87,9 @@ class PolicyLearner(Learner):
             **declared(self.token_loss, 4, offered),
             **algorithm.loss_options,
         )
-        metrics = {"entropy": entropy, **loss_metrics(algorithm.loss, logged)}
+        metrics = loss_metrics(algorithm.loss, logged)
         if (cap := self.recipe.importance_cap) is not None:
-            weights = truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
-            token_loss = token_loss * weights
-            metrics["importance/weight"] = weights
-            metrics["importance/capped_share"] = (weights == weights.new_tensor(cap)).to(weights.dtype)
+            token_loss = token_loss * truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
         if algorithm.kl.coefficient > 0:
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
@@ -123,15 +124,22 @@ class PolicyLearner(Learner):
             self.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
 
     def after_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
-        """`logprob_difference/mean`, `/max`, `/kl`; `tokens/update`, `_rows`; metrics of optimizer and observers.
+        """Metrics of all response tokens, also of the sequences that need no pass, and of optimizer and observers.
 
-        `tokens/update` are those of all epochs, with prompts, without the sequences that need no pass;
-        `tokens/update_rows` are what was computed for them.
+        `entropy` is estimated: the mean of -log p of the sampled tokens, whose expectation it is. `importance/weight`
+        and `/capped_share`, `logprob_difference/mean`, `/max`, `/kl`. `tokens/update` are those of all epochs, with
+        prompts, without the sequences that need no pass; `tokens/update_rows` are what was computed for them.
 
         Raises:
             NonFiniteError: the loss of an observer is not finite; the policy has learned.
         """
-        metrics: dict[str, float] = {}
+        rollout = torch.from_numpy(np.concatenate([one.rollout_logprobs for one in sequences]))  # [R]
+        metrics = {"entropy": -float(rollout.double().mean())}
+        if (cap := self.recipe.importance_cap) is not None:
+            old = [one.rollout_logprobs if one.old_logprobs is None else one.old_logprobs for one in sequences]
+            weights = truncated_weights(torch.from_numpy(np.concatenate(old)), rollout, cap=cap)
+            metrics["importance/weight"] = float(weights.double().mean())
+            metrics["importance/capped_share"] = float((weights == weights.new_tensor(cap)).double().mean())
         for observer in self.observers:
             metrics |= observer.end_update(sequences, f"step {context.step}")
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences if self.needs_pass(sequence))
@@ -171,8 +179,8 @@ class PolicyLearner(Learner):
         advantage, without a KL or an entropy bonus beside it.
         """
         algorithm = self.recipe.algorithm
-        has_kl = algorithm.kl.coefficient > 0 and algorithm.kl.placement == "loss"
-        has_other_terms = has_kl or algorithm.entropy_coefficient > 0 or is_user_defined(algorithm.loss)
+        has_other_terms = algorithm.entropy_coefficient > 0 or is_user_defined(algorithm.loss)
+        has_other_terms = has_other_terms or algorithm.kl.coefficient > 0  # in the reward: for the metric
         return has_other_terms or bool(sequence.advantages.any())
 
 
