@@ -122,8 +122,8 @@ class Learner:
 
         Returns:
             `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over
-            all response tokens of all mini-batches; those of sequences that need no pass count as zeros. `learning_rate`: that of the last optimizer step. Those of
-            `after_update`. All of them begin with `prefix`.
+            all response tokens of all mini-batches; those of sequences that need no pass count as zeros.
+            `learning_rate`: that of the last optimizer step. Those of `after_update`. All of them begin with `prefix`.
 
         Raises:
             NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
