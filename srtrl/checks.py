@@ -165,7 +165,8 @@ def _try(
         values = {"its loss": returned[0], **returned[1]}
     for what, value in values.items():
         check_returned(option, name, value, arguments[0], what)
-    if is_loss and not returned[0].requires_grad:
+    scalar = returned[0] if is_loss else returned
+    if (is_loss or option == "algorithm.reduction") and not scalar.requires_grad:
         raise ValueError(f"{option}: `{name}` returned a loss without gradient (detached?)")
 
 

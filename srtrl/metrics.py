@@ -68,12 +68,17 @@ def read_metrics(path: Path) -> list[MetricRow]:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
             raise ValueError(f"{path}:{number}: not JSON ({error}); expected one row of metrics a line") from error
-        if not (isinstance(row, dict) and "step" in row and all(isinstance(value, Real) for value in row.values())):
+        if not (isinstance(row, dict) and "step" in row and all(map(_is_number, row.values()))):
             raise ValueError(
                 f"{path}:{number}: expected an object with the key `step` and numbers, found {str(row)[:80]}"
             )
         rows.append(row)
     return rows
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that may be added to others: finite, and not huge."""
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def temporary_beside(path: Path) -> Path:

@@ -33,6 +33,7 @@ from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
 from srtrl.run.place import is_empty, run_path
+from srtrl.tasks.base import needs_network
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 DEFAULT_GPU_GIB = 80.0
@@ -188,7 +189,7 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     """
     if recipe.warm_start is not None and recipe.warm_start.architecture is not None:
         yield "memory: not computed for the model that warm_start.architecture makes"
-        yield f"verdict: all names, options and paths are correct; `srtrl warm-start` writes {recipe.warm_start.output}"
+        yield f"verdict: {_checked(recipe)}; `srtrl warm-start` writes {recipe.warm_start.output}"
         return
     if gpu_gib is None and recipe.device == "cpu":
         yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
@@ -242,7 +243,16 @@ def _verdict(recipe: Recipe, outcome: str) -> str:
     """What `srtrl train` would do with a recipe whose checks passed."""
     folder = run_path(recipe)
     exists = "" if is_empty(folder) else f"; {folder} exists: --resume continues it, --overwrite begins again"
-    return f"verdict: all names, options and paths are correct; {outcome}{exists}"
+    return f"verdict: {_checked(recipe)}; {outcome}{exists}"
+
+
+def _checked(recipe: Recipe) -> str:
+    """What the checks found in order, and what they did not look up."""
+    paths = recipe.model.model_dump(include={"path", "tokenizer"})
+    remote = [f"model.{key} ({path})" for key, path in paths.items() if path and not is_local(path)]
+    remote += ["the rows of task.options"] if needs_network(recipe.task) else []
+    unseen = f"; not looked up on the hub: {', '.join(remote)}" if remote else ""
+    return f"all names, options and paths are correct{unseen}"
 
 
 def find_config(path: str) -> tuple[ModelConfig, str]:

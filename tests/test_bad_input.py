@@ -202,6 +202,7 @@ algorithm.advantage=flawed:listed => tensor of shape (2, 4), that of its first a
 'algorithm.advantage_options={alpha: 1}' => advantage_options: `group_relative` cannot be called with
 'algorithm.filters=["flawed:listed_mask"]' => a bool for each of the 2 groups, a tensor; it returned:
 'algorithm.filter_options={alpha: 1}' => algorithm.filter_options: no filter declares an argument `al
+algorithm.reduction=flawed:detached_sum => `flawed:detached_sum` returned a loss without gradient (detached?)
 algorithm.reduction=flawed:no_reduction => one number, a tensor of shape (); it returned: Tensor
 algorithm.kl.estimator=flawed:mean_kl => one number per token, a tensor of shape (4,); it returned: T
 rollout.drafter=flawed:Lists => `propose` must return DraftTrees, it returned: list [[1, 2]]
@@ -350,6 +351,7 @@ def detached(logprobs, *_, **__): return -logprobs.detach(), {}
 def raises(logprobs, *_, **__): return {}["x"]
 def listed(rewards): return rewards.tolist()
 def listed_mask(rewards, correct): return [True] * len(rewards)
+def detached_sum(token_loss, index, **_): return token_loss.detach().sum()
 def no_reduction(token_loss, index, **_): return token_loss
 def mean_kl(logprobs, ref_logprobs): return (logprobs - ref_logprobs).mean()
 def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards

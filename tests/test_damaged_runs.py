@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from bench_cases import run as call
 from tiny_run import assert_same_run, learned_rows, make_policy
@@ -44,6 +46,20 @@ def without(prefix: str) -> Callable[[bytes], bytes]:
     return change
 
 
+def with_column(name: str, value: object) -> Callable[[bytes], bytes]:
+    """Rollouts that can be read, in which a column holds something else; without a value it is not there."""
+
+    def change(data: bytes) -> bytes:
+        table, sink = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data)).read(), pyarrow.BufferOutputStream()
+        other = table.drop([name])
+        if value != "":
+            other = other.append_column(name, pyarrow.array([value] * len(table)))
+        pyarrow.parquet.write_table(other, sink)
+        return bytes(sink.getvalue())
+
+    return change
+
+
 WAYS: dict[str, Callable[[bytes], bytes]] = {
     "flipped": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
     "cut": lambda data: data[: len(data) // 2],
@@ -54,20 +70,28 @@ WAYS: dict[str, Callable[[bytes], bytes]] = {
     "weightless": without("model"),
     "stateless": without("state"),
     "momentless": without("optimizer"),
+    "nested": lambda _: b"[" * 100_000,
     "infinite": lambda data: re.sub(rb'"size": \d+', b'"size": Infinity', data, count=1),  # of the rows
     "format-2": lambda _: b'{"format": 2}',
     "unknown-key": lambda data: data.replace(b'"step"', b'"x": 1, "step"'),
     "half-row": lambda _: b'{"step": 1, "lo\n{"step": 2}\n',
     "other-row": lambda data: data.replace(b'"step": 1,', b'"step": 3,'),
     "other-digit": lambda data: data.replace(b"learning_rate: 0.01", b"learning_rate: 0.03"),
+    "figureless": lambda data: data.replace(b'"time/step"', b'"time/stop"'),
+    "huge": lambda data: re.sub(rb'"reward/mean": [-\d.e]+', b'"reward/mean": 1e308', data),
+    "no-reward": with_column("reward", ""),
+    "null-reward": with_column("reward", None),
+    "text-reward": with_column("reward", "high"),
+    "list-outcome": with_column("outcome", ["correct"]),
+    "other-tokens": with_column("prompt_token_ids", [1, 2]),
     "half-list": lambda data: data[: data.index(b"trackers: [") + len(b"trackers: [")],
 }
 DAMAGES = """
 flipped|cut|lost LAST/model.safetensors: train POLICY
 flipped|lost LAST/OPTIMIZER: train
-format-2 LAST/state.json: train
+format-2|nested LAST/state.json: train
 lost LAST/state.json: train POLICY
-lost|cut|{}|fileless|weightless|stateless|momentless|infinite LAST/manifest.json: train POLICY
+lost|cut|{}|nested|fileless|weightless|stateless|momentless|infinite LAST/manifest.json: train POLICY
 lost LAST/manifest.json + lost LAST/state.json: train
 lost LAST/manifest.json + unknown-key LAST/state.json: train
 linked LAST: train
@@ -80,6 +104,10 @@ other-row metrics.jsonl: train
 other rollouts/step_000004.parquet: report trie rollouts
 other rollouts/step_x.parquet: report trie rollouts
 flipped rollouts/step_000004.parquet: trie rollouts
+no-reward|null-reward|text-reward|list-outcome rollouts/step_000004.parquet: report rollouts
+other-tokens rollouts/step_000004.parquet => rollouts: trie
+figureless metrics.jsonl: report
+huge metrics.jsonl: READERS
 other-digit recipe.yaml: train
 other|half-list recipe.yaml: train READERS eval
 """

@@ -100,6 +100,7 @@ def row(*cells: object) -> str:
 MATH = "show-config {recipes}/grpo_math.yaml --check"
 LORA_24 = "show-config {recipes}/lora_math_7b.yaml --check --gpu 24"
 PASSED = "verdict: all names, options and paths are correct;"
+HUB = f"{PASSED} not looked up on the hub:"
 SHOWN = {
     f"{MATH} --gpu 80": ["GPU of 80 GiB (--gpu)", "by srtrl's record of its shape", "fits: at most 72.0 GiB"],
     f"{MATH} --gpu 80 rollout.draft_head.k=3": ["draft head            0.6 GiB\n", "fits: at most 72.0 GiB"],
@@ -108,7 +109,7 @@ SHOWN = {
         "advice: with rollout.kv_memory_gib=1.0 it fits, with 32 slots\n",
     ],
     f"{MATH} --gpu 24 device=auto": [
-        f"{PASSED} does not fit a GPU of 24 GiB (there is none here: trains on the CPU)\n",
+        f"{HUB} model.path (Qwen/Qwen2.5-1.5B), the rows of task.options; does not fit a GPU of 24 GiB (there is none",
         "advice: with model.lora.rank=32 it fits, with 294 slots\n",
     ],
     "show-config {recipes}/grpo_gsm8k.yaml --check --gpu 5 train.sharding=fsdp2": [
@@ -122,9 +123,14 @@ SHOWN = {
     f"{LORA_24} model.lora.base=host": ["advice: a GPU of 27 GiB; train.micro_batch_tokens=3584 saves 5.9 GiB"],
     f"{LORA_24} model.lora.base=host train.micro_batch_tokens=3584 rollout.kv_memory_gib=3.9": ["fits: at most 21.6"],
     "show-config {recipes}/grpo_math.yaml --check --gpu 80 train.sharding=fsdp2 model.path=Qwen/Qwen3-8B": [
-        *("on each of 8 GPUs of 80 GiB", f"{PASSED} fits each of 8 GPUs of 80 GiB"),
+        *(
+            "on each of 8 GPUs of 80 GiB",
+            f"{HUB} model.path (Qwen/Qwen3-8B), the rows of task.options; fits each of 8 GPUs of 80 GiB",
+        ),
     ],
-    "show-config {recipes}/warm_start_gsm8k.yaml --check": [f"{PASSED} `srtrl warm-start` writes runs/gsm8k-policy"],
+    "show-config {recipes}/warm_start_gsm8k.yaml --check": [
+        f"{HUB} the rows of task.options; `srtrl warm-start` writes runs/gsm8k-policy"
+    ],
     "show-config quickstart --check": [
         *("memory: not computed for device: cpu", f"{PASSED} trains on the CPU; runs/quickstart exists: --resume cont")
     ],

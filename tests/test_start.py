@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from test_weights import FIELDS
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from srtrl.build import CPU_SLOTS, number_of_slots
 from srtrl.cli import app
 from srtrl.generation import generate
 from srtrl.model import hf_config
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import _has_plain_tokenizer, load_tokenizer, locate
 from srtrl.model.hf_config import config_from_hf
 from srtrl.recipe.file import build_recipe, read_source
@@ -95,6 +97,20 @@ def test_no_more_slots_than_samples() -> None:
     for samples, slots in ((None, CPU_SLOTS), (3, 3), (1000, CPU_SLOTS)):
         for given in (recipe, auto):
             assert number_of_slots(given, Mock(), None, num_samples=samples) == slots
+
+
+def test_sizes_that_cannot_be_meant_are_cut_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """512 samples of a step and its run-ahead; 200 or 800 of an evaluation, or an unknown number."""
+    for override, slots in (("eval.num_samples=4", 800), ("eval.num_samples=1", 512), ("eval.num_problems=null", 900)):
+        caplog.clear()
+        recipe = build_recipe(read_source(Path("quickstart"), ["rollout.slots=900", override]))
+        assert number_of_slots(recipe, Mock(), None) == slots
+        assert (f"rollout.slots: 900 are more than there are samples; {slots} are used" in caplog.text) == (slots < 900)
+    num_threads, num_cores = torch.get_num_threads(), os.cpu_count() or 1
+    set_cpu_threads(num_cores + 7)
+    assert torch.get_num_threads() == num_cores
+    assert f"num_threads: {num_cores + 7} is more than this machine has cores; {num_cores} are used" in caplog.text
+    set_cpu_threads(num_threads)
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,12 @@ def test_repetition_is_counted_in_linear_time(step: int) -> None:
     assert all(MAX_COUNTED <= count <= 4000 for count in counts[:3])
 
 
+def test_a_trie_that_is_full_names_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("srtrl.drafters.token_trie.MAX_INTEGERS", 4096)
+    with pytest.raises(ValueError, match=r"rollout\.drafter: no more fits in a trie of .* tokens"):
+        TokenTrie().insert(range(4096))
+
+
 def test_cursors_begin_a_new_text_or_only_follow() -> None:
     player = Player([TokenTrie()], inserts=[True])
     player.extend({0: [3, 4, 3, 5, 3, 6, START_TOKEN]})

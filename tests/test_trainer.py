@@ -292,7 +292,12 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
         assert not any(name.endswith("grad_norm") for name in row), "neither policy nor critic learns"
         assert step_problems(row).endswith("no update: the filters left no sample")
+        is_cut = row["length/truncated_share"] > 0.5
+        share = f"{row['length/truncated_share']:.0%} of the samples"
+        assert (f"{share} reached rollout.max_new_tokens" in step_problems(row)) == is_cut
+        assert is_cut or "overlong_filtering" not in str(changes)
     assert run_figures(rows)["steps with nothing to learn from"] == "2"
+    assert ("reached rollout.max_new_tokens" in run_figures(rows)) == is_cut
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
     state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())

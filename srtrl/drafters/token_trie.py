@@ -25,6 +25,9 @@ from srtrl.drafters.suffix_automaton import (
 )
 from srtrl.model.cpu_threads import use_kernel_threads
 
+MAX_INTEGERS = 2**30
+"""Of a trie's array: some hundred million tokens."""
+
 
 class TokenTrie:
     """All suffixes of some texts, with the number of times that each was followed by each token."""
@@ -63,8 +66,16 @@ class TokenTrie:
         return found[1:] if (found != UNKNOWN).any() else NO_DISTRIBUTIONS
 
     def grow(self) -> None:
-        """Double the array; indices into it are int32."""
-        assert len(self.memory) < 2**30, "a trie of a hundred million tokens"
+        """Double the array.
+
+        Raises:
+            ValueError: Indices into it, which are int32, would not reach its end.
+        """
+        if len(self.memory) >= MAX_INTEGERS:
+            raise ValueError(
+                f"rollout.drafter: no more fits in a trie of {self.num_tokens:,} tokens; `suffix` has one trie for all "
+                "prompts, `srt` one for each: use rollout.drafter=srt"
+            )
         memory = np.empty(2 * len(self.memory), np.int32)
         used = self.memory[USED]
         memory[:used] = self.memory[:used]

@@ -1,15 +1,19 @@
 """One thread count for torch and for the Numba kernels."""
 
+import logging
+import os
 import sys
 
 import numba
+
+logger = logging.getLogger(__name__)
 
 WORK_PER_THREAD = 100_000
 """Multiply-adds that are worth a thread: some tens of microseconds."""
 
 
 def set_cpu_threads(num_threads: int | None = None) -> None:
-    """Let torch and Numba's kernels use `num_threads` (by default torch's current number).
+    """Let torch and Numba's kernels use `num_threads`, at most one for each core (by default torch's current number).
 
     The first parallel call of Numba sets OpenMP's thread count, and with it torch's, to the number of cores: torch
     would give other bits after it than before, and run slowly on a busy machine. So that call is made here, and
@@ -17,7 +21,10 @@ def set_cpu_threads(num_threads: int | None = None) -> None:
     """
     import torch
 
-    count = num_threads or torch.get_num_threads()
+    count, num_cores = num_threads or torch.get_num_threads(), os.cpu_count() or 1
+    if num_threads and num_threads > num_cores:
+        logger.warning("num_threads: %d is more than this machine has cores; %d are used", num_threads, num_cores)
+        count = num_cores
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     torch.set_num_threads(count)
 

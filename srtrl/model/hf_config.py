@@ -22,6 +22,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "compression_config": (None,),
 }
 """Fields, and the values of each that are supported."""
+_NO_QUANTIZED = "none: save dequantized weights first (`model.dequantize()` of transformers), without this field"
+_REMEDIES = {"quantization_config": _NO_QUANTIZED, "compression_config": _NO_QUANTIZED}
 _TEXT_MODELS = ("gemma3_text", "ministral3")
 """Text models that are published as the `text_config` of a model that reads images, too."""
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
@@ -287,12 +289,15 @@ def _refuse(config: Any, family: _Family, source: str) -> None:
         for one in ropes
     )
     ropes_text = f"rope_type {', '.join(_ROPE_TYPES)}" + ", for the whole head" * (not family.can_rotate_partly)
+    if unknown := {name for one in ropes for name, value in one.items() if value is not None} - _ROPE_FIELDS:
+        ropes_text += f", without {', '.join(sorted(unknown))}"
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    plain = ((name, found[name], found[name] in values, values[0]) for name, values in family.plain.items())
     for name, value, is_supported, supported in (
-        *((name, found[name], found[name] in values, values[0]) for name, values in family.plain.items()),
+        *plain,
         ("layer_types", layer_types, set(layer_types) <= set(_LAYER_TYPES), ", ".join(_LAYER_TYPES)),
         ("num_key_value_heads", num_kv_heads, num_heads % num_kv_heads == 0, f"divisors of {num_heads} heads"),
         ("rope_parameters", rope, rope_is_supported, ropes_text),
     ):
         if not is_supported:
-            raise ValueError(f"{source}: {name} is {value!r}; supported: {supported}")
+            raise ValueError(f"{source}: {name} is {value!r}; supported: {_REMEDIES.get(name, supported)}")

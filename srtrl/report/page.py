@@ -15,7 +15,7 @@ from srtrl.environments.base import count_turns, segment_titles
 from srtrl.metrics import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
 from srtrl.report.rollouts import read_samples
-from srtrl.report.runs import Run, read_run, steps_by_prompt
+from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
 from srtrl.run.metrics import headline, longest_stages, run_figures
@@ -42,6 +42,7 @@ def write_report(folder: Path) -> Path:
         ValueError: `folder` is not a run's folder, nothing has been logged yet, or `report.html` is not a report.
     """
     run, path = read_run(folder), folder / "report.html"
+    check_figures(run)
     check_output("report", path, MARK)
     write_atomic(path, render(run))
     return path

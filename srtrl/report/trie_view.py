@@ -81,8 +81,10 @@ def read_history(run: Run, prompt_id: str | None = None) -> PromptHistory:
         files = {number: files[number] for number in steps_of[prompt_id]}
     steps = list(files)
     recordings = [read_recorded(path, tokenizer=None, max_tokens=sys.maxsize) for path in files.values()]
-    found = [next(prompt for prompt in prompts if prompt.prompt_id == prompt_id) for [prompts] in recordings]
-    [whole] = merge_prompts(found)
+    found = [prompt for [prompts] in recordings for prompt in prompts if prompt.prompt_id == prompt_id]
+    whole, *others = merge_prompts(found)
+    if others or len(found) != len(files):
+        raise ValueError(f"{run.folder / 'rollouts'}: prompt {prompt_id} has other tokens in another step")
     num_earlier = sum(len(prompt.samples) for prompt in found[:-1]) or len(whole.samples) - 1
     return PromptHistory(
         earlier=replace(whole, samples=whole.samples[:num_earlier]),

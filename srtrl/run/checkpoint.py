@@ -128,7 +128,7 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     manifest, log = checkpoint / MANIFEST, checkpoint.parent.parent / "metrics.jsonl"
     try:
         files, rows = _read_manifest(checkpoint)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if policy_only and _read_record(checkpoint).get("format") != FORMAT:
             return None
         read_state(checkpoint)  # raises for an earlier version
@@ -357,7 +357,7 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / STATE
     try:
         return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, write_atomic
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
@@ -22,6 +22,9 @@ from srtrl.run.checkpoint import delete, num_log_bytes
 from srtrl.run.place import StartFlags, check_place, is_empty, is_rows, run_path
 from srtrl.run.steps import latest_checkpoint, list_checkpoints, numbered, step_of
 from srtrl.types import RolloutGroup
+
+if TYPE_CHECKING:
+    import pyarrow
 
 LOCKED_KEYS: tuple[str, ...] = (
     *("seed", "model.path", "model.tokenizer", "model.dtype", "model.lora"),
@@ -281,6 +284,16 @@ def step_file_name(step: int) -> str:
     return f"step_{step:06d}.parquet"
 
 
+def column_type(name: str) -> pyarrow.DataType | None:
+    """The type of a column of the rollouts; None for a name that srtrl does not write."""
+    import pyarrow
+
+    kind = (ROLLOUT_COLUMNS | TURN_COLUMNS | VERSION_COLUMNS).get(name, "float" if name.startswith("reward_") else "")
+    if kind.startswith("list<"):
+        return pyarrow.list_(pyarrow.type_for_alias(kind[len("list<") : -1]))
+    return pyarrow.type_for_alias(kind) if kind else None
+
+
 def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mapping[tuple[int, int], float]) -> None:
     """Write all samples of a step, as they were learned from; the file is whole or not there.
 
@@ -296,9 +309,8 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
     turns = TURN_COLUMNS if any("segment_kinds" in row for row in rows) else {}
     versions = VERSION_COLUMNS if any("policy_versions" in row for row in rows) else {}
-    columns = ROLLOUT_COLUMNS | turns | versions | dict.fromkeys(rewards, "float")
-    types = {f"list<{name}>": pyarrow.list_(pyarrow.type_for_alias(name)) for name in ("int32", "float", "string")}
-    schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
+    names = dict.fromkeys((*ROLLOUT_COLUMNS, *turns, *versions, *rewards))
+    schema = pyarrow.schema([(name, column_type(name)) for name in names])
     sink = pyarrow.BufferOutputStream()
     table = pyarrow.Table.from_pylist(rows, schema=schema)
     pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)

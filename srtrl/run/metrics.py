@@ -218,6 +218,8 @@ def step_problems(metrics: MetricRow) -> str:
         parts.append(f"{metrics['tokens/unknown']:.0f} tokens that the tokenizer does not have")
     if metrics["groups/dropped"]:
         parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
+    if metrics["length/truncated_share"] > 0.5:
+        parts.append(f"{metrics['length/truncated_share']:.0%} of the samples reached rollout.max_new_tokens")
     if metrics["groups/short"]:
         parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
     if "critic/grad_norm" in metrics and "grad_norm" not in metrics:
@@ -225,7 +227,7 @@ def step_problems(metrics: MetricRow) -> str:
     elif "grad_norm" not in metrics:
         parts.append(f"no update: the filters {'and failed gradings ' if failed else ''}left no sample")
     elif metrics.get("groups/zero_advantage_share") == 1 and metrics["grad_norm"] == 0:
-        parts.append("nothing learned: all advantages are 0")
+        parts.append("nothing learned: all advantages are 0 (docs/reward.md says what to look at)")
     return "  ".join(parts)
 
 
@@ -250,6 +252,8 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     if steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
         figures["training reward, first to last"] = f"{first:.3f} to {last:.3f}"
+    if steps and (share := fmean(row.get("length/truncated_share", 0) for row in steps)) > 0.5:
+        figures["reached rollout.max_new_tokens"] = f"{share:.0%} of the samples"
     if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
         figures["steps with nothing to learn from"] = str(num_skipped)
     if steps:
