@@ -12,8 +12,8 @@ from pathlib import Path
 
 IMPORTS = (b"import numba", b"from numba", b"srtrl.model.kernels import")
 """What a file holds that has kernels, or functions for them."""
-OWN_NAME = re.compile(r"srtrl-[0-9a-f]{16}")
-"""Names of folders for kernels, of this and of other checkouts."""
+OWN_FOLDER = re.compile(r"/srtrl-[0-9a-f]{16}/?$")
+"""What a process of this or another checkout has added to the variable that this one inherits."""
 
 
 def cache_folders() -> dict[str, str]:
@@ -26,9 +26,7 @@ def cache_folders() -> dict[str, str]:
     environment, home = os.environ, Path(os.path.expanduser("~"))  # noqa: PTH111  `Path.home` fails where there is none
     parents = [Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "srtrl"]
     if given := environment.get("NUMBA_CACHE_DIR"):
-        folder = Path(given).absolute()
-        inherited = OWN_NAME.fullmatch(folder.name) is not None  # from a process of this or another checkout
-        parents.insert(0, folder.parent if inherited else folder)
+        parents.insert(0, Path(OWN_FOLDER.sub("", given)).absolute())
     parent = next(filter(is_writable, parents), None) or temporary_folder() / "numba"
     folders = {"NUMBA_CACHE_DIR": str(parent / f"srtrl-{digest()}")}
     if "TRITON_CACHE_DIR" not in environment and not is_writable(home):
@@ -57,8 +55,6 @@ def temporary_folder() -> Path:
 
 def is_writable(folder: Path) -> bool:
     """Whether files can be made there, also where the folder itself is not there yet; not in `~` without a home."""
-    if not folder.is_absolute():
-        return False
     while not folder.exists():
         folder = folder.parent
-    return os.access(folder, os.W_OK)
+    return folder.is_absolute() and os.access(folder, os.W_OK)

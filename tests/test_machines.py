@@ -52,6 +52,15 @@ def test_a_machine_without_a_compiler_is_refused_before_the_first_rollout(
         compiler.check_triton()
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "AUTO,STRICT"), ({"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"), ({"MKL_CBWR": ""}, "")]
+)
+def test_the_rounding_of_products_is_set_unless_the_user_has_set_it(given: dict[str, str], expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | given
+    command = [sys.executable, "-c", "import os, srtrl; print(os.environ['MKL_CBWR'])"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout[:-1] == expected
+
+
 INHERITED = f"kernels/srtrl-{'0123' * 4}"
 
 

@@ -26,7 +26,7 @@ On some processors also at 8 rows itself, but not at 16 and more: see `CpuRunner
 """
 
 COMPARED_ROWS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Row counts at which `CpuRunner.unequal_rows` compares products."""
+"""Row counts at which `CpuRunner.check_products` compares."""
 COMPARED_WORK = 2**29
 """Multiply-adds of such a product, at most: 10 to 20 ms."""
 
@@ -113,13 +113,16 @@ class CpuRunner(Runner):
         few, more = ROW_MULTIPLE, 2 * ROW_MULTIPLE
         return more if any(_unequal((few, more), weight) for weight in self._weights()) else few
 
-    def unequal_rows(self, max_rows: int) -> list[int]:
-        """See `Runner`. Large matrices are compared at fewer row counts."""
+    def check_products(self) -> None:
+        """Log a line where a row of the policy's products has other bits among other numbers of rows.
+
+        Steps with a whole chunk of prompts have as many rows as are compared, or more; of large matrices fewer are.
+        """
         unequal: set[int] = set()
         for weight in self._weights():
-            limit = min(max_rows, COMPARED_WORK // weight.numel())
-            unequal |= _unequal([num_rows for num_rows in COMPARED_ROWS if num_rows <= limit], weight)
-        return sorted(unequal)
+            unequal |= _unequal([num for num in COMPARED_ROWS if num * weight.numel() <= COMPARED_WORK], weight)
+        if unequal:
+            warn_of_rounding(str(self.model.dtype).removeprefix("torch."), *sorted(unequal))
 
     def _weights(self) -> list[Tensor]:
         """One of each shape of the policy's matrices."""
@@ -139,11 +142,10 @@ def _unequal(row_counts: Sequence[int], weight: Tensor) -> set[int]:
 
 
 @cache
-def warn_of_rounding(dtype: torch.dtype, row_counts: tuple[int, ...]) -> None:
-    """Log once that bits depend on the number of rows, as `CpuRunner.unequal_rows` has found."""
-    name, counts = str(dtype).removeprefix("torch."), ", ".join(map(str, row_counts))
+def warn_of_rounding(dtype: str, *row_counts: int) -> None:
+    """Log once that products of so many rows are rounded otherwise than those of more rows."""
     logger.warning(
         "model.dtype: %s products of %s rows are rounded otherwise here than those of more rows; so drafts, slots and "
         "timing can change samples and weights, by rounding (docs/exactness.md)",
-        *(name, counts),
+        *(dtype, ", ".join(map(str, row_counts))),
     )

@@ -12,7 +12,7 @@ from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
-from srtrl.engine.cpu_runner import CpuRunner, warn_of_rounding
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.page_pool import PagePool
@@ -462,12 +462,9 @@ class Engine:
         if self._is_warm:
             return
         self._is_warm = True
-        if not self.runner.is_asynchronous:
+        if isinstance(self.runner, CpuRunner):
             set_cpu_threads()
-            drafted = 0 if self.is_off else self.options.max_draft_nodes
-            max_rows = self.options.prefill_chunk_tokens + self.options.slots * (1 + drafted)
-            if row_counts := self.runner.unequal_rows(max_rows):
-                warn_of_rounding(self.runner.model.dtype, tuple(row_counts))
+            self.runner.check_products()
         if self._compile_kernels is not None:
             self._compile_kernels(not self.is_off)
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))

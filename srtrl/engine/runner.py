@@ -114,13 +114,6 @@ class Runner(ABC):
         """
         return None
 
-    def unequal_rows(self, max_rows: int) -> list[int]:
-        """Row counts up to `max_rows` at which a row has other bits than at others, of some that are compared.
-
-        Only where equal bits are promised: in decode steps on a CPU.
-        """
-        return []
-
     @property
     def num_pages(self) -> int:
         """Pages of the KV cache."""

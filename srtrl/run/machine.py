@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 MACHINE_FILE = "machine.txt"
 CPU_PART = re.compile(r", \d+ cores?(?:, MKL_CBWR=(\S*))?, torch ")
-"""Of a line about a processor, with the value of this variable where Intel's library multiplies."""
+"""Of a line about a processor, with the variable that says how torch's products are rounded (`srtrl/__init__.py`)."""
 
 
 def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
@@ -40,9 +41,7 @@ def describe_machine(device: torch.device, dtype: str = "float32") -> str:
     import torch
 
     cores = num_cores()
-    name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
-    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        name += f", MKL_CBWR={os.environ.get('MKL_CBWR', '')}"
+    name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}, MKL_CBWR={os.environ.get('MKL_CBWR', '')}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if dtype != "float32":
@@ -57,9 +56,8 @@ def add_machine(folder: Path, machine: str) -> list[str]:
     with (folder / MACHINE_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{machine}\n")
     values = [part[1] or "nothing" for part in map(CPU_PART.search, lines) if part]
-    if len({*values}) < 2:
-        return []
-    return [f"MKL_CBWR: the run has {values[0]}, now {values[1]}: float32 may be rounded differently"]
+    changes = [(old, new) for old, new in pairwise(values) if old != new]
+    return [f"MKL_CBWR: the run has {old}, now {new}: float32 may be rounded differently" for old, new in changes]
 
 
 def read_machines(folder: Path) -> list[str]:
