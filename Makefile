@@ -72,6 +72,9 @@ check-gpu-static: $(DEV_STAMP) ## What can be checked of the CUDA path without a
 bench-gpu: $(DEV_STAMP) ## Check and measure the CUDA path on one GPU, in nine minutes; writes docs/benchmarks.md
 	TRACE=$(TRACE) TOKENIZER=$(TOKENIZER) $(BIN)/python docs/gpu_stages.py --write-docs docs/benchmarks.md $(ARGS)
 
-clean: ## Remove caches and build output (not runs)
+# Kernels: of all checkouts, as each state of the source has a folder beside the others (srtrl/caches.py).
+clean: ## Remove caches, compiled kernels and build output (not runs)
 	rm -rf $(STAMP) $(DEV_STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find srtrl tests -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/srtrl" "$${TMPDIR:-/tmp}/srtrl-kernels-$$(id -u)"
+	if [ -n "$$NUMBA_CACHE_DIR" ]; then rm -rf "$$NUMBA_CACHE_DIR"/srtrl-????????????????; fi

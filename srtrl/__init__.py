@@ -18,6 +18,12 @@ if sys.platform == "win32":
 from srtrl.caches import cache_folders
 
 os.environ.update(cache_folders())
+if "numba" in sys.modules:  # imported before
+    importlib.import_module("numba.core.config").reload_config()
+
+# Products of Intel's library then have the same bits with any number of rows and threads, where the processor's kernels
+# allow it (docs/exactness.md). It is read at the first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # OpenMP's threads wait for each other by spinning, by default for milliseconds: one more busy process on a machine of
 # two cores made decode steps of a tiny policy 30 times slower. A short wait costs nothing where the machine is quiet

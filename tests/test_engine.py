@@ -1,9 +1,11 @@
 """The decoder: exactness for any slots, pages, order, drafts and threads; arrivals, ends, errors and metrics."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,8 +26,12 @@ from engine_cases import (
     tiny_policy,
 )
 from page_cases import check_pages
+from torch import Tensor
+from torch.nn import functional
 
 from srtrl.drafters.base import Int32Array, Int64Array
+from srtrl.engine import cpu_runner
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
@@ -294,3 +300,41 @@ def test_one_sequence_alone_has_the_bits_of_many_in_matrices_of_a_real_policys_w
     requests = requests_for(PROMPTS[:2], num_samples=8, max_new_tokens=12)
     found = [decode(Engine(bundled, options(slots=slots, max_sequence_tokens=64)), requests) for slots in (16, 1, 3)]
     assert [outputs(completions) for completions in found] == [outputs(found[0])] * 3
+
+
+@pytest.mark.parametrize(
+    ("num_other", "dtype", "min_rows", "row_counts"),
+    [
+        (0, torch.float32, 8, None),
+        (8, torch.float32, 16, None),
+        (24, torch.float32, 8, "16, 24"),
+        (24, torch.bfloat16, 8, "16, 24"),
+        (200, torch.bfloat16, 8, "16, 24, 32, 40, 48, 64, 96, 128, 192"),
+        (1000, torch.bfloat16, 8, None),
+    ],
+)
+def test_products_that_depend_on_the_number_of_rows_are_named_once(
+    num_other: int,
+    dtype: torch.dtype,
+    min_rows: int,
+    row_counts: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in bfloat16 on processors with AMX; here products of up to `num_other` rows are others."""
+
+    def linear(rows: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(rows, weight) + float(len(rows) <= num_other)
+
+    monkeypatch.setattr(cpu_runner, "functional", SimpleNamespace(linear=linear))
+    cpu_runner.warn_of_rounding.cache_clear()
+    policy = tiny_policy(dtype)
+    for _ in range(2):
+        engine = Engine(policy, options(draft_budget=0))
+        engine.warm_up()
+        assert isinstance(engine.runner, CpuRunner)
+        assert engine.runner.min_rows == min_rows
+    found = [re.sub(" are rounded otherwise here than .*", "", record.getMessage()) for record in caplog.records]
+    name = str(dtype).removeprefix("torch.")
+    assert found == ([] if row_counts is None else [f"model.dtype: {name} products of {row_counts} rows"])
+    cpu_runner.warn_of_rounding.cache_clear()

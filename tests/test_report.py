@@ -170,7 +170,7 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
         log.write('{"step": 4, "reward/me')
     [machine] = read_machines(finished())
     assert re.sub(r"-\d\d-\d\d$", "", machine) == re.sub(r"-\d\d-\d\d$", "", describe_machine(torch.device("cpu")))
-    assert re.fullmatch(r".+, \d+ cores?, torch \S+, srtrl \S+, \d{4}-\d\d-\d\d", machine)
+    assert re.fullmatch(r".+, \d+ cores?, MKL_CBWR=\S*, torch \S+, srtrl \S+, \d{4}-\d\d-\d\d", machine)
     (run / MACHINE_FILE).write_text(f"{machine}\n" * 2 + "NVIDIA <H100>, 2027-01-01\n")
     page = write_report(run).read_text(encoding="utf-8")
     charts = charts_of(page)

@@ -1,7 +1,9 @@
 """Decode steps on a CPU: the model in PyTorch, attention and sampling in one Numba kernel each."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -15,11 +17,18 @@ from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens
 
+logger = logging.getLogger(__name__)
+
 ROW_MULTIPLE = 8
 """At other row counts matrix products can give a row other bits (measured; see docs/LOG.md).
 
 On some processors also at 8 rows itself, but not at 16 and more: see `CpuRunner.min_rows`.
 """
+
+COMPARED_ROWS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Row counts at which `CpuRunner.check_products` compares."""
+COMPARED_WORK = 2**29
+"""Multiply-adds of such a product, at most: 10 to 20 ms."""
 
 
 class CpuRunner(Runner):
@@ -101,13 +110,42 @@ class CpuRunner(Runner):
     @cached_property
     def min_rows(self) -> int:
         """The fewest rows of a step: `ROW_MULTIPLE`, or twice as many where this machine's products need them."""
-        noise = torch.Generator().manual_seed(0)
-        for weight in {weight.shape: weight for weight in self.model.parameters() if weight.dim() == 2}.values():
-            rows = torch.randn(2 * ROW_MULTIPLE, weight.shape[1], generator=noise).to(weight.dtype)
-            few, more = functional.linear(rows[:ROW_MULTIPLE], weight), functional.linear(rows, weight)
-            if not torch.equal(few, more[:ROW_MULTIPLE]):
-                return 2 * ROW_MULTIPLE
-        return ROW_MULTIPLE
+        few, more = ROW_MULTIPLE, 2 * ROW_MULTIPLE
+        return more if any(_unequal((few, more), weight) for weight in self._weights()) else few
+
+    def check_products(self) -> None:
+        """Log a line where a row of the policy's products has other bits among other numbers of rows.
+
+        Steps with a whole chunk of prompts have as many rows as are compared, or more; of large matrices fewer are.
+        """
+        unequal: set[int] = set()
+        for weight in self._weights():
+            unequal |= _unequal([num for num in COMPARED_ROWS if num * weight.numel() <= COMPARED_WORK], weight)
+        if unequal:
+            warn_of_rounding(str(self.model.dtype).removeprefix("torch."), *sorted(unequal))
+
+    def _weights(self) -> list[Tensor]:
+        """One of each shape of the policy's matrices."""
+        return [*{weight.shape: weight for weight in self.model.parameters() if weight.dim() == 2}.values()]
 
     def _padded(self, num_rows: int) -> int:
         return max(self.min_rows, -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+@torch.no_grad()
+def _unequal(row_counts: Sequence[int], weight: Tensor) -> set[int]:
+    """Those of the ascending `row_counts` with which rows have other products with `weight` than with the last one."""
+    most = row_counts[-1] if row_counts else 0
+    rows = torch.randn(most, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    products = functional.linear(rows, weight)
+    return {num for num in row_counts if not torch.equal(functional.linear(rows[:num], weight), products[:num])}
+
+
+@cache
+def warn_of_rounding(dtype: str, *row_counts: int) -> None:
+    """Log once that products of so many rows are rounded otherwise than those of more rows."""
+    logger.warning(
+        "model.dtype: %s products of %s rows are rounded otherwise here than those of more rows; so drafts, slots and "
+        "timing can change samples and weights, by rounding (docs/exactness.md)",
+        *(dtype, ", ".join(map(str, row_counts))),
+    )

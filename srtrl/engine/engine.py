@@ -462,8 +462,9 @@ class Engine:
         if self._is_warm:
             return
         self._is_warm = True
-        if not self.runner.is_asynchronous:
+        if isinstance(self.runner, CpuRunner):
             set_cpu_threads()
+            self.runner.check_products()
         if self._compile_kernels is not None:
             self._compile_kernels(not self.is_off)
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))

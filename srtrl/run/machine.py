@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 MACHINE_FILE = "machine.txt"
+CPU_PART = re.compile(r", \d+ cores?(?:, MKL_CBWR=(\S*))?, torch ")
+"""Of a line about a processor, with the variable that says how torch's products are rounded (`srtrl/__init__.py`)."""
 
 
 def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
@@ -38,7 +41,7 @@ def describe_machine(device: torch.device, dtype: str = "float32") -> str:
     import torch
 
     cores = num_cores()
-    name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+    name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}, MKL_CBWR={os.environ.get('MKL_CBWR', '')}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if dtype != "float32":
@@ -47,9 +50,21 @@ def describe_machine(device: torch.device, dtype: str = "float32") -> str:
     return f"{name}, torch {torch.__version__}, srtrl {__version__}, {date}"
 
 
+def add_machine(folder: Path, machine: str) -> list[str]:
+    """Add a line to the run's file; returns one for the console where products may be rounded in another way now."""
+    lines = (*_read_lines(folder)[-1:], machine)
+    with (folder / MACHINE_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"{machine}\n")
+    values = [part[1] or "nothing" for part in map(CPU_PART.search, lines) if part]
+    changes = [(old, new) for old, new in pairwise(values) if old != new]
+    return [f"MKL_CBWR: the run has {old}, now {new}: float32 may be rounded differently" for old, new in changes]
+
+
 def read_machines(folder: Path) -> list[str]:
     """The different lines of the run's file; none of a run of an earlier version."""
+    return list(dict.fromkeys(_read_lines(folder)))
+
+
+def _read_lines(folder: Path) -> list[str]:
     file = folder / MACHINE_FILE
-    return (
-        list(dict.fromkeys(file.read_text(encoding="utf-8", errors="replace").splitlines())) if file.is_file() else []
-    )
+    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []

@@ -20,7 +20,7 @@ from srtrl.metrics import MetricLog, StageTimer
 from srtrl.run.checkpoint import Part, TrainerState, read_state, save_checkpoint
 from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
-from srtrl.run.machine import MACHINE_FILE, describe_machine
+from srtrl.run.machine import add_machine, describe_machine
 from srtrl.run.metrics import (
     describe_held_out,
     describe_step,
@@ -159,8 +159,8 @@ class Trainer:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         self.trackers = start_trackers(self.recipe, step=self.step)
         run.begin(self.recipe)
-        with (run.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{describe_machine(self.policy.device, self.recipe.model.dtype)}\n")
+        machine = describe_machine(self.policy.device, self.recipe.model.dtype)
+        self.changes += add_machine(run.path, machine)
         return run
 
     def _say_start(self) -> None:
