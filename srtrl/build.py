@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -446,14 +445,10 @@ def number_of_slots(
     """
     rollout = recipe.rollout
     if rollout.slots != "auto" or free is None:
-        if rollout.slots == "auto":
-            return min(CPU_SLOTS, num_samples or CPU_SLOTS)
-        in_step = 2 * max(rollout.num_prompts, rollout.max_draws or 0) * rollout.num_samples  # with run-ahead
-        in_eval = (recipe.eval.num_problems or sys.maxsize) * recipe.eval.num_samples
-        if num_samples is None and rollout.slots > (limit := max(in_step, in_eval)):
-            logger.warning("rollout.slots: %d are more than there are samples; %d are used", rollout.slots, limit)
-            return limit
-        return min(rollout.slots, num_samples or sys.maxsize)
+        slots = int(min(CPU_SLOTS if rollout.slots == "auto" else rollout.slots, num_samples or recipe.max_samples))
+        if rollout.slots not in ("auto", slots) and num_samples is None:
+            logger.warning("rollout.slots: %s are more than there are samples; %d are used", rollout.slots, slots)
+        return slots
     return choose_slots(
         kv_bytes(rollout.kv_memory_gib, free, reserved_bytes=reserved_bytes),
         page_bytes=page_bytes_of(model, PAGE_SIZE),

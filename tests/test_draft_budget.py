@@ -200,9 +200,8 @@ def test_steps_are_drafted_for_where_that_pays_and_a_change_is_noticed(
         for step in range(num_steps):
             drafted.append(wants := gate.wants_drafts)
             assert gate.wants_drafts == wants, "the question changes nothing"
-            num_tokens = 100 + accepted * wants
-            seconds = num_tokens / 100 / (gain(step) if wants else 1.0)
-            gate.record(drafted=wants, num_sequences=100, num_tokens=num_tokens, seconds=seconds)
+            seconds = (1 + accepted / 100) / gain(step) if wants else 1.0
+            gate.record(drafted=wants, num_sequences=100, num_accepted=accepted * wants, seconds=seconds)
         return drafted
 
     found = [len(list(steps)) for _, steps in groupby(drive(5000, lambda step: gain))]

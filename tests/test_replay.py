@@ -14,7 +14,8 @@ from srtrl.bench.replay_loop import Replay, ReplayCounts, count_accepted
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.run.folder import ROLLOUT_COLUMNS, step_file_name
+from srtrl.run.columns import ROLLOUT_COLUMNS
+from srtrl.run.folder import step_file_name
 from srtrl.warm_start.training import train_tokenizer
 
 

@@ -179,27 +179,27 @@ def _choose(scores: Array, order: Array, offsets: Array, costs: Array, sizes: Ar
 
 @dataclass(slots=True)
 class _Rate:
-    """Sequences, tokens and seconds of steps of one kind; old steps fade."""
+    """Sequences, accepted draft nodes and seconds of steps of one kind; old steps fade."""
 
     sequences: float = 0.0
-    tokens: float = 0.0
+    accepted: float = 0.0
     seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return (self.sequences + self.accepted) / self.seconds if self.seconds else 0.0
 
-    def add(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+    def add(self, num_sequences: int, num_accepted: int, seconds: float) -> None:
         self.sequences = 0.9 * self.sequences + num_sequences
-        self.tokens = 0.9 * self.tokens + num_tokens
+        self.accepted = 0.9 * self.accepted + num_accepted
         self.seconds = 0.9 * self.seconds + seconds
 
 
 class DraftGate:
     """Whether to draft, for steps of one class: tokens per second with and without drafts, by the wall clock.
 
-    And tokens per sequence: fewer than `MIN_GAIN` cannot give so many times the tokens per second, whatever the clock
-    of a busy machine says.
+    Fewer than `MIN_GAIN` tokens per sequence cannot give so many times the tokens per second, whatever the clock of a
+    busy machine says: then the clock is not read.
     """
 
     def __init__(self) -> None:
@@ -218,12 +218,11 @@ class DraftGate:
         """Whether the coming step is drafted for."""
         return (self._num_on + 1) % CHECK_EVERY != 0 if self._is_on else self._cooldown_steps <= 0
 
-    def record(self, *, drafted: bool, num_sequences: int, num_tokens: int, seconds: float) -> None:
-        """Such a step of this many sequences gave this many tokens in this time."""
-        drafts, plain = self._with, self._without
-        (drafts if drafted else plain).add(num_sequences, num_tokens, seconds)
-        pays = drafts.tokens > MIN_GAIN * drafts.sequences
-        pays = pays and drafts.tokens_per_second > MIN_GAIN * plain.tokens_per_second
+    def record(self, *, drafted: bool, num_sequences: int, num_accepted: int, seconds: float) -> None:
+        """A step of such a class took this time, for this many sequences and accepted draft nodes."""
+        (self._with if drafted else self._without).add(num_sequences, num_accepted, seconds)
+        accepts = self._with.accepted > (MIN_GAIN - 1) * self._with.sequences
+        pays = accepts and self._with.tokens_per_second > MIN_GAIN * self._without.tokens_per_second
         if self._is_on:
             self._num_on += 1
             if drafted and not pays:
@@ -343,8 +342,8 @@ class DraftControl:
         learned, num_accepted = self._of_class(num_sequences), num_accepted[:num_sequences]
         if drafted:
             self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
-        num_tokens = num_sequences + int(num_accepted.sum())
-        learned.gate.record(drafted=drafted, num_sequences=num_sequences, num_tokens=num_tokens, seconds=seconds)
+        accepted = int(num_accepted.sum())
+        learned.gate.record(drafted=drafted, num_sequences=num_sequences, num_accepted=accepted, seconds=seconds)
 
     def _of_class(self, num_sequences: int) -> _Learned:
         history = round(4 * self._num_known / max(1, self._num_requests))

@@ -6,6 +6,7 @@ rollout are in `rollout.py`; reading a YAML file, overrides and error messages i
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -319,6 +320,12 @@ class Recipe(Section):
     """Trackers and files."""
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
+
+    @property
+    def max_samples(self) -> float:
+        """Samples that decode at one time at most: a step and its run-ahead, or an evaluation of so many problems."""
+        num_draws = 2 * max(self.rollout.num_prompts, self.rollout.max_draws or 0)
+        return max(num_draws * self.rollout.num_samples, (self.eval.num_problems or inf) * self.eval.num_samples)
 
     @property
     def importance_cap(self) -> float | None:

@@ -11,7 +11,7 @@ from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import suggestion
-from srtrl.run.folder import column_type
+from srtrl.run.columns import column_type
 from srtrl.run.steps import step_of
 
 if TYPE_CHECKING:

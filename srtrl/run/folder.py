@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, write_atomic
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
 from srtrl.run.checkpoint import delete, num_log_bytes
+from srtrl.run.columns import ROLLOUT_COLUMNS, TURN_COLUMNS, VERSION_COLUMNS, column_type
 from srtrl.run.place import StartFlags, check_place, is_empty, is_rows, run_path
 from srtrl.run.steps import latest_checkpoint, list_checkpoints, numbered, step_of
 from srtrl.types import RolloutGroup
-
-if TYPE_CHECKING:
-    import pyarrow
 
 LOCKED_KEYS: tuple[str, ...] = (
     *("seed", "model.path", "model.tokenizer", "model.dtype", "model.lora"),
@@ -244,54 +242,10 @@ def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 # --- Files of a step --------------------------------------------------------------------------------------------------
 
-ROLLOUT_COLUMNS = {
-    "step": "int32",
-    "prompt_id": "string",
-    "draw_index": "int32",
-    "sample_index": "int32",
-    "prompt": "string",
-    "prompt_token_ids": "list<int32>",
-    "token_ids": "list<int32>",
-    "text": "string",
-    "answer": "string",
-    "rollout_logprobs": "list<float>",
-    "advantage": "float",
-    "reward": "float",
-    "outcome": "string",
-    "finish_reason": "string",
-    "policy_version": "int32",
-}
-"""Columns of `rollouts/step_000001.parquet`, one row a sample; beside them a `reward_<name>` (unweighted) for each
-reward of the recipe. `text` is the response, `answer` the reference answer; runs from before the first hour have
-neither `step` nor `answer`."""
-
-
-TURN_COLUMNS = {
-    "segment_kinds": "list<string>",
-    "segment_lengths": "list<int32>",
-    "segment_texts": "list<string>",
-    "num_turns": "int32",
-    "stop_reason": "string",
-}
-"""Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
-
-VERSION_COLUMNS = {"policy_versions": "list<int32>"}
-"""Further column where earlier policies sampled tokens: the version of each token; null where all are of the last."""
-
 
 def step_file_name(step: int) -> str:
     """File name of the rollouts of `step`."""
     return f"step_{step:06d}.parquet"
-
-
-def column_type(name: str) -> pyarrow.DataType | None:
-    """The type of a column of the rollouts; None for a name that srtrl does not write."""
-    import pyarrow
-
-    kind = (ROLLOUT_COLUMNS | TURN_COLUMNS | VERSION_COLUMNS).get(name, "float" if name.startswith("reward_") else "")
-    if kind.startswith("list<"):
-        return pyarrow.list_(pyarrow.type_for_alias(kind[len("list<") : -1]))
-    return pyarrow.type_for_alias(kind) if kind else None
 
 
 def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mapping[tuple[int, int], float]) -> None:

@@ -67,9 +67,8 @@ class PolicyLearner(Learner):
         expectations over the decoder's samples: they measure the policy as it is.
         """
         algorithm = self.recipe.algorithm
-        temperature = self.recipe.rollout.temperature
         logprobs, entropy = response_logprobs(  # [R] each
-            self.model, packed, temperature, self.observers, has_entropy=self.needs_entropy
+            self.model, packed, self.recipe.rollout.temperature, self.observers, has_entropy=self.needs_entropy
         )
         if not self.difference:
             self._first_logprobs[packed.first_sequence] = logprobs.detach()

@@ -1,0 +1,51 @@
+"""The columns of the rollouts of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ROLLOUT_COLUMNS = {
+    "step": "int32",
+    "prompt_id": "string",
+    "draw_index": "int32",
+    "sample_index": "int32",
+    "prompt": "string",
+    "prompt_token_ids": "list<int32>",
+    "token_ids": "list<int32>",
+    "text": "string",
+    "answer": "string",
+    "rollout_logprobs": "list<float>",
+    "advantage": "float",
+    "reward": "float",
+    "outcome": "string",
+    "finish_reason": "string",
+    "policy_version": "int32",
+}
+"""Columns of `rollouts/step_000001.parquet`, one row a sample; beside them a `reward_<name>` (unweighted) for each
+reward of the recipe. `text` is the response, `answer` the reference answer; runs from before the first hour have
+neither `step` nor `answer`."""
+
+TURN_COLUMNS = {
+    "segment_kinds": "list<string>",
+    "segment_lengths": "list<int32>",
+    "segment_texts": "list<string>",
+    "num_turns": "int32",
+    "stop_reason": "string",
+}
+"""Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
+
+VERSION_COLUMNS = {"policy_versions": "list<int32>"}
+"""Further column where earlier policies sampled tokens: the version of each token; null where all are of the last."""
+
+
+def column_type(name: str) -> pyarrow.DataType | None:
+    """The type of a column of the rollouts; None for a name that srtrl does not write."""
+    import pyarrow
+
+    kind = (ROLLOUT_COLUMNS | TURN_COLUMNS | VERSION_COLUMNS).get(name, "float" if name.startswith("reward_") else "")
+    if kind.startswith("list<"):
+        return pyarrow.list_(pyarrow.type_for_alias(kind[len("list<") : -1]))
+    return pyarrow.type_for_alias(kind) if kind else None
