@@ -74,10 +74,14 @@ def test_a_response_that_cannot_be_graded_is_not_better_than_an_incorrect_one() 
 
 
 def test_what_is_extracted_is_what_was_graded(shared_data: Path) -> None:
-    """The extracted text, put into a box, has the grade of the whole completion (recorded samples of real policies)."""
+    r"""The extracted text, put into a box, has the grade of the whole completion (recorded samples of real policies).
+
+    The record rejects `4:30 \text{ p.m.}` for `\text{4:30 p.m.}`, all samples of one prompt.
+    """
     rows = (shared_data / "rollouts" / "qwen_math_cot_100x8.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, rows[:12]):
         for sample in row["samples"]:
             extracted = extract_answer(sample["text"])
             boxed = extracted is not None and is_correct(f"\\boxed{{{extracted}}}", row["answer"])
-            assert boxed is is_correct(sample["text"], row["answer"]) is sample["correct"]
+            assert boxed is is_correct(sample["text"], row["answer"])
+            assert boxed is (sample["correct"] or row["answer"] == "\\text{4:30 p.m.}")

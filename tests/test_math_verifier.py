@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sympy.parsing import sympy_parser
 from task_cases import byte_tokenizer, cases_in
 
 from srtrl.recipe.schema import GradingSection
@@ -53,6 +54,30 @@ def test_spellings_of_the_same_value_are_equal_both_ways_and_others_are_not(kind
 def test_spaces_between_groups_of_digits() -> None:
     for space in "\u2009\u202f\xa0":
         assert is_correct(f"\\boxed{{10{space}000}}", "10000")
+
+
+HOSTILE = [
+    *("__import__('os').system('touch evaluated')", "().__class__", "(lambda: 1)()", "open('evaluated', 'w')"),
+    *("9**9**9**9", "9**(9**(9**9))", "9^(9**9)", "((9**999)**999)**999", "exp(exp(exp(9**999)))", "10**99999999"),
+    *("sqrt(" * 200, "pi**" * 200, "A and " * 150, "{" * 900, "\\color{" * 100, "7:30 a.m." * 100),
+]
+
+
+def test_an_answer_is_never_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python sees single numbers and names of it, and what would be a tower of powers stays text: this ends at once."""
+    evaluated: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    evaluate = sympy_parser.eval_expr
+
+    def recording(code: str, *names: dict[str, Any]) -> Any:
+        evaluated.append(code)
+        return evaluate(code, *names)
+
+    monkeypatch.setattr(sympy_parser, "eval_expr", recording)
+    for text in HOSTILE:
+        assert is_correct(f"\\boxed{{{text}}}", "5") is is_correct(f"The answer is {text}.", "5") is False, text
+    assert [code for code in evaluated if not re.fullmatch(r"(Integer|Float|Symbol) \('?\w+'? \)", code)] == []
+    assert not list(tmp_path.iterdir())
 
 
 # --- What is found is what is judged ----------------------------------------------------------------------------------

@@ -223,6 +223,26 @@ def test_the_answer_in_a_solution(tmp_path: Path) -> None:
             assert make_task(file, answer_field="solution", **options).train_prompts[0].answer == answer
 
 
+REFERENCES = ["0", "-1", "None", "A", "yes", "\\emptyset", "∅", "\\{\\}", "\\left\\{1\\right\\}", "no solution"]
+NO_REFERENCES = ["proof", "Proof.", "\\text{see solution}", "\\frac{", "not found", "?", "...", "\\text{}", "nan"]
+
+
+def test_references_that_stand_for_no_answer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They train, with one line; a file of no others is refused. Not so the letters of choices."""
+    rows = [{"problem": "a", "answer": answer} for answer in (*REFERENCES, *NO_REFERENCES)]
+    with caplog.at_level(logging.WARNING):
+        task = make_task(write_rows(tmp_path / "rows.jsonl", rows[: len(REFERENCES)]))
+        assert not caplog.records
+        task = make_task(write_rows(tmp_path / "rows.jsonl", rows))
+    [line] = caplog.messages
+    assert "9 of the 19 reference answers are cut off or stand for none" in line
+    assert line.endswith("the first: 'proof' of rows.jsonl:11")
+    assert len(task.train_prompts) == len(rows)
+    for row in rows[len(REFERENCES) :]:
+        with pytest.raises(ValueError, match=r"task\.options\.train: 1 of the 1 reference .*options\.answer_field"):
+            make_task(write_rows(tmp_path / "rows.jsonl", [row]))
+
+
 def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import pyarrow
@@ -251,6 +271,7 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
 
 
 UNITS = ["\\boxed{", "answer ", "final answer is ", "answer:\n", "1,", "{", "$", "$a$ and ", "**a ", "so C ", "#### "]
+UNITS += ["12,", "A, ", "B and ", "选", "答案", "\\boxed{}"]
 
 
 @pytest.mark.timeout(30)

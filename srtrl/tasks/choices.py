@@ -9,24 +9,28 @@ from contextlib import suppress
 from string import ascii_uppercase
 from typing import Any
 
+from srtrl.tasks.final_answer import LAST_LINE as ANSWER_LINE
 from srtrl.tasks.final_answer import last_answer_box, marked_answer, without_markup
 from srtrl.tasks.rows import RowError, get_field
 
 _WRAPPED = r"(?:\\text(?:bf|rm|tt)?\{|\\math(?:bf|rm|tt)\{|[\s$*_`\"'(\[{]){0,20}"
 """Text that may stand before a letter: `(B)`, `**B**`, `\\text{B}`, `\\textbf{(B)} 12`; bounded, to bound the time."""
-_NO_WORD = r"(?![A-Za-z0-9]|['\u2019-][A-Za-z]|\s*=)"
+_NO_WORD = r"(?![A-Za-z0-9]|['\u2019-][A-Za-z]|\s*=|\}?_[\w{])"
 _LETTER = _WRAPPED + r"([A-Z])" + _NO_WORD
 _ARTICLE = r"(?![AI]\s+(?!because|since|as\b|and\b)[a-z])"
 ALONE = re.compile(rf"{_WRAPPED}{_ARTICLE}([A-Z]|[a-z](?=[\W_]*\Z)){_NO_WORD}")
 """A single capital letter, where one is expected, or a small one at the end; but `A prime number` is no choice of A."""
-BEGIN = re.compile(_LETTER + r"(?=[)}\]*_.:,$]|\s+(?:because|since|as)\b)")
+BEGIN = re.compile(_LETTER + r"(?=[)}\]*_.:,$]|\s+(?:because|since|as)\b)|\(?([a-h])[.):](?=\s)")
 """A text that begins with the letter, and goes on with a reason."""
 _NOUN = r"(?:the\s{1,9})?(?:(?:correct|right|best|final)\s{1,9})?(?:answer|choice|option|letter)"
 _IS = r"(?:is|['\u2019]s|would\s{1,9}be|must\s{1,9}be|should\s{1,9}be|has\s{1,9}to\s{1,9}be)"
 _SAYS = rf"(?:answer|choice|option|letter)(?:\s{{1,9}}{_IS}|[\s*_]{{0,9}}[:=])(?:\s{{1,9}}{_NOUN})?\s{{0,9}}[:=]?"
+_NOUNS = "antwort|réponse|respuesta|risposta|resposta|ответ|答案|答え"
+_ELSEWHERE = rf"(?:{_NOUNS})(?:\s{{1,9}}(?:ist|est|es|è)\b|[\s*_]{{0,9}}[:=\uff1a是为]{{1,2}})|(?<!不)[选選]择?"
+"""The same in other languages: `Antwort: C`, `答案是 C`."""
 _PICKS = rf"\b(?:choose|chose|pick|select|go(?:ing)?\s{{1,9}}with)(?:\s{{1,9}}{_NOUN})?\s"
 _IT_IS = rf"\b(?:it|this|that)(?:\s{{1,9}})?{_IS}(?:\s{{1,9}}{_NOUN})?\s"
-STATED = re.compile(rf"(?i:{_SAYS}|{_PICKS}|{_IT_IS}){ALONE.pattern}")
+STATED = re.compile(rf"(?i:{_SAYS}|{_PICKS}|{_IT_IS}|{_ELSEWHERE}){ALONE.pattern}")
 """`The answer is C`, `I choose option C`, `so it is C`."""
 _RIGHT = r"(?i:is\s{1,9}(?:the\s{1,9})?(?:correct|right|true|best|answer)\b)"
 CHOSEN = re.compile(rf"(?<!nor )(?<!not )(?<![\w'\u2019-]){_LETTER}[)*}}\].$]{{0,4}}\s{{1,9}}{_RIGHT}")
@@ -36,6 +40,10 @@ CONCLUDED = re.compile(rf"(?m){_SO}\s{{0,9}}{_LETTER}[\W_]*$")
 """A line that ends in `so C`, `option C`."""
 LAST_LINE = re.compile(r"^\W*([A-Za-z])[\W_]*$")
 """A line that is a letter and nothing else."""
+_SECOND = _WRAPPED + r"[A-Z](?![A-Za-z0-9])"
+_LISTED = rf"(?:and|or|&|/){_SECOND}|,{_SECOND}(?=\W{{0,4}}(?:$|,|and\b|or\b))"
+SECOND = re.compile(rf"(?m)[)*}}\].$]{{0,4}}\s{{0,9}}(?:{_LISTED})")
+"""After a letter: another one, so that none is chosen: `A and C`."""
 OWN_LABEL = re.compile(r"\(?(?:([A-Z])[).:]|(\d{1,2})\))\s*")
 """A label at the begin of a choice: `A)21`, `(2) 21`."""
 
@@ -121,7 +129,8 @@ def extract_letter(text: str, *, answer_in_thought: bool = False) -> str | None:
     lines = text.splitlines()
     boxed = last_answer_box(text)
     if boxed is not None:
-        return _letter(ALONE.match(boxed))
+        line = ANSWER_LINE.search(text)
+        return _letter(ALONE.match(boxed)) or (_letter(ALONE.match(line[1])) if line else None)
     stated = [match for pattern in (STATED, CHOSEN, CONCLUDED) for match in pattern.finditer(text)]
     if stated:
         return _letter(max(stated, key=lambda match: match.end()))
@@ -139,4 +148,4 @@ is_chosen.extract = extract_letter  # type: ignore[attr-defined]
 
 
 def _letter(match: re.Match[str] | None) -> str | None:
-    return None if match is None else match.group(1).upper()
+    return None if match is None or SECOND.match(match.string, match.end()) else match[match.lastindex or 0].upper()

@@ -33,9 +33,10 @@ FORMULA = re.compile(_FORMULA, re.DOTALL)
 """A formula between its marks; of bounded length, so that many marks that none closes cost no quadratic time."""
 STATEMENT = re.compile(rf"(?:{_FORMULA})?[^\n]*?(?=[.!]\s|\n|\Z)", re.DOTALL)
 """A stated answer: to the end of the sentence, or of the line; a formula at its begin may have several."""
+_COMMA = r"(?<![\d,(\[{])\d+,(?:\d{1,2}|\d{4,})(?!\d|[.,]\d)"
 _DECIMAL = r"(?:(?:\d{1,3}(?:[, \u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}\b)?"
 _FRACTION = r"\\[dtc]?frac\{-?\d{1,99}\}\{\d{1,99}\}"
-NUMBER = re.compile(rf"(?:(?<![\w)}}])[-\u2212])?(?:{_FRACTION}|{_DECIMAL}(?:/\d+)?(?:\s?\\?%)?)")
+NUMBER = re.compile(rf"(?:(?<![\w)}}])[-\u2212])?(?:{_FRACTION}|{_COMMA}|{_DECIMAL}(?:/\d+)?(?:\s?\\?%)?)")
 _AND = r"(?:[,;]|(?:[,;] ?)?(?:\\text\{ ?)?(?:and|or)(?: ?\})?)"
 _NAME = r"(?:[A-Za-z](?:_\{?\w\}?)?\s{0,9}=\s{0,9})?"
 JOINT = re.compile(rf"\s{{0,9}}(?:\$|\\[\])])?\s{{0,9}}{_AND}(?:\s|\\q?quad){{0,9}}(?:\$|\\[\[(])?\s{{0,9}}{_NAME}")
@@ -44,8 +45,9 @@ MAX_BOXES = 8
 """Boxes looked at, from the end, for one that is complete."""
 MAX_STATED_CHARACTERS = 200
 """A stated answer is one line, and no longer than this."""
-COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+")
+COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+|\b(?:exp|sqrt)\(")
 WORD = re.compile(r"[A-Za-z]{3,}")
+OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 UNITS = re.compile(r"(?<=[\d})])(?:\s+[A-Za-z]{3,})+$")
 """Words after a formula: `\\sqrt{2} square meters`."""
 
@@ -65,14 +67,20 @@ def without_markup(text: str, *, answer_in_thought: bool = False) -> str:
     else:
         text = text.rpartition(THOUGHT_END)[2]
         text = "" if THOUGHT_BEGIN in text else text
-    return EMPHASIS.sub(r"\2\3", text.replace("`", ""))
+    return EMPHASIS.sub(r"\2\3", with_ascii_digits(text).replace("`", ""))
+
+
+def with_ascii_digits(text: str) -> str:
+    """The text with `0` to `9` for the digits of other scripts."""
+    return text if text.isascii() else OTHER_DIGIT.sub(lambda match: str(int(match[0])), text)
 
 
 def extract_answer(text: str, *, answer_in_thought: bool = False) -> str | None:
     r"""The final answer, or None where there is none.
 
-    The first of these that the text has: the marked answer (`marked_answer`); the content of the last complete
-    `\boxed{...}`, with those joined to it by a comma, "and" or "or", or of one that is cut off; the statement after the
+    The first of these that the text has: the marked answer (`marked_answer`); the content of the last
+    `\boxed{...}`, with those joined to it by a comma, "and" or "or" (no answer where it is empty or, after a complete
+    one, cut off); the statement after the
     last "answer is" or "answer:"; the last formula between dollar signs or `\[ \]`, `\( \)`, or the last number,
     whichever ends later. In a marked answer that has words, the same order holds.
 
@@ -92,7 +100,7 @@ def extract_answer(text: str, *, answer_in_thought: bool = False) -> str | None:
 
 def states_answer(text: str) -> bool:
     r"""Whether a text marks an answer: in a box, after `####` or `Answer:`, or in `<answer>` tags."""
-    return marked_answer(text) is not None or any(content for *_, content in _boxes(text))
+    return marked_answer(text) is not None or last_boxed(text) is not None
 
 
 def marked_answer(text: str) -> str | None:
@@ -121,14 +129,16 @@ def last_boxed(text: str) -> str | None:
 def last_answer_box(text: str) -> str | None:
     r"""The answer in a text's last boxes, or None.
 
-    The last complete `\boxed{...}`, with those before it that belong to the same set of answers; where none is
-    complete, what stands in the last to the end of its line: a completion may end inside a box.
+    The last `\boxed{...}`, with those before it that belong to the same set of answers; empty where the last is empty
+    or not closed. Where none is complete, what stands in one that is not closed, to the end of its line.
     """
     boxes = _boxes(text)
-    complete = [box for box in boxes if box[2]]
-    if boxes and not complete:
-        return text[boxes[-1][1] :].partition("\n")[0].strip(" }") or None
-    return _joined(text, complete) or None
+    if not boxes:
+        return None
+    complete, (_, end, content) = [box for box in boxes if box[2]], boxes[-1]
+    if not complete and text[end - 1] == "{":
+        return text[end:].partition("\n")[0].strip(" }")
+    return _joined(text, complete) if content else ""
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:

@@ -13,6 +13,7 @@ In a recipe, for the rows of GSM8K, whose answer stands at the end of the worked
         prompt_template: "Question: {problem}\nAnswer:"
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -21,14 +22,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import model_validator
 
 from srtrl.tasks.choices import choice_letter, is_chosen, read_choices, render_choices
-from srtrl.tasks.final_answer import last_boxed
+from srtrl.tasks.final_answer import BRACE, last_boxed
 from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.row_task import RowOptions, RowTask, text_of
 from srtrl.tasks.rows import RowError, get_field
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from srtrl.tasks.base import Verifier
+    from srtrl.tasks.rows import RowSource
+
+logger = logging.getLogger(__name__)
+
+_ABSENT = r"not (?:found|available|provided|given|known)|n/?a|nan|null|missing|tbd|to be (?:shown|proved|proven)"
+NO_ANSWER = re.compile(
+    r"(?i)(?:\\(?:text|mathrm|mbox)\{|[\s$.?!…_-])*"
+    rf"(?:(?:see |the |a )?(?:proof|solution)|no answer|{_ABSENT})?[\s$.?!…_}}-]*"
+)
+"""References that stand for none: `proof`, `not found`, `?`, `\\text{}`."""
 
 
 class MathOptions(RowOptions):
@@ -102,6 +115,19 @@ class Task(RowTask[MathOptions]):
 
     Options = MathOptions
 
+    def _load(
+        self, split: str, source: "RowSource | None", tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    ) -> list[Prompt]:
+        """As of all rows; references that no response earns are named, and refused where there are no others."""
+        prompts = super()._load(split, source, tokenizer, max_prompt_tokens)
+        if self._options.choices_field is None and (lost := [prompt for prompt in prompts if _is_lost(prompt.answer)]):
+            message = f"{len(lost)} of the {len(prompts)} reference answers are cut off or stand for none: no response"
+            message += f" earns them; the first: {lost[0].answer!r:.80} of {lost[0].prompt_id}"
+            if len(lost) == len(prompts):
+                raise ValueError(f"task.options.{split}: {message} (see task.options.answer_field)")
+            logger.warning("task.options.%s: %s", split, message)
+        return prompts
+
     @cached_property
     def verifier(self) -> "Verifier":
         """The judge of all completions: math-verify, or a comparison of letters for multiple choice."""
@@ -115,6 +141,12 @@ def with_thoughts(verifier: Any) -> Any:
     judge.isolated = getattr(verifier, "isolated", False)
     judge.extract = partial(verifier.extract, answer_in_thought=True)
     return judge
+
+
+def _is_lost(answer: str) -> bool:
+    """Whether a reference stands for no answer, or is cut off inside a brace."""
+    depth = sum({"{": 1, "}": -1}.get(brace, 0) for brace in BRACE.findall(answer))
+    return depth > 0 or (len(answer) <= 99 and NO_ANSWER.fullmatch(answer) is not None)
 
 
 def _check_pattern(pattern: str) -> None:
