@@ -137,12 +137,13 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
         device = choose_device(recipe)
-        policy = build_policy(recipe, str(_first_weights(recipe, checkpoint)), device)
+        is_lora = recipe.model.lora is not None  # then the optimizer's state makes the policy of the base model
+        first = locate(recipe.model.path) if is_lora else checkpoint or recipe.model.path
+        policy = build_policy(recipe, str(first), device)
         shard_model(policy, recipe)
         optimizer = make_policy_optimizer(policy, recipe)
         reference = build_reference(recipe, policy, device)
-        is_used = recipe.model.lora is not None or reference is not None
-        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_used)
+        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_lora or reference is not None)
         draft_head = build_draft_head(recipe, policy)
         critic = build_critic(recipe, checkpoint, device)
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
@@ -192,13 +193,6 @@ def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | N
     if not flags.get("resume"):
         return changes, None
     return changes, checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step"))
-
-
-def _first_weights(recipe: Recipe, checkpoint: Path | None) -> str | Path:
-    """Where the policy's weights are read; with LoRA the base model's, of which the optimizer's state makes others."""
-    if recipe.model.lora is not None:
-        return locate(recipe.model.path)
-    return checkpoint or recipe.model.path
 
 
 def choose_device(recipe: Recipe) -> torch.device:
