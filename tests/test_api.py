@@ -91,6 +91,9 @@ def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]
     algorithm = 'algorithm={loss: "srtrl.algorithms.losses:ppo_clip", kl: {coefficient: 0.1}}'
     overrides = ["train.num_steps=5", algorithm, "train.betas=[0.8, 0.9]"]
     assert srtrl.load_recipe(loaded, values) == srtrl.load_recipe("recipe.json", overrides)
+    both = srtrl.load_recipe(loaded, {"rewards": [digits, "format"], "task.options.train": None}, rows=ROWS[:2])
+    assert [reward.name for reward in both.rewards] == ["test_api:digits", "format"]
+    assert srtrl.load_recipe(both, {"rewards": None}, rewards=digits).rewards == loaded.rewards
     for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
         with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
             setattr(section, name, 2)
@@ -219,6 +222,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rows": iter(())}, "rows: there are none"),
     ({"rows": [{"prompt": object()}]}, "rows: item 0 is no JSON: 'object' object has no attribute 'tolist'"),
     ({"eval_rows": [5]}, "eval_rows: expected a list"),
+    ({"overrides": {"rewards": "correct"}}, "argument `rewards` and override `rewards`: rewards: the recipe has its"),
+    ({"overrides": {"rewards": digits}}, 'to replace them, also give the override {"rewards": None}; to add to them,'),
+    (
+        {"overrides": {"task.options.train": {"files": ["a"]}}},
+        "argument `rows` and override `task.options.train`: task",
+    ),
+    ({"overrides": {"task.options.eval": 1}, "eval_rows": ROWS}, 'also give the override {"task.options.eval": None}'),
     ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
