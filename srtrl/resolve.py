@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,9 @@ MAX_LINES = 10
 """Of a list in a message."""
 FROM_PYTHON = "from_python"
 """Begins the modules of functions that no file has by a name: those of a notebook, or made by other functions."""
+
+LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, f"{Path(__file__).parent}/")
+"""Folders of code that is not the user's."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -160,11 +164,12 @@ def first_lines(lines: Sequence[str], limit: int = MAX_LINES) -> list[str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line of at most some 300 characters: the exception, and the place in the user's code that raised it."""
+    """One line of at most some 300 characters: the exception, and the last place in the user's code before it."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     machinery = ("<frozen", importlib.__file__, __file__)  # of an import
     frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(machinery)]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    users = [item for item in frames if not item.filename.startswith(LIBRARIES)] or frames
+    place = f" ({Path(users[-1].filename).name}:{users[-1].lineno}, {users[-1].name})" if users else ""
     return cut(text, 300) + place
 
 
