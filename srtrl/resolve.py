@@ -9,6 +9,8 @@ unknown name, listing what exists.
 import difflib
 import importlib
 import inspect
+import logging
+import os
 import re
 import sys
 import sysconfig
@@ -16,11 +18,14 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 200
 """Of a value in a message."""
@@ -173,6 +178,39 @@ def describe_error(error: BaseException) -> str:
     return cut(text, 300) + place
 
 
+@cache
+def warn_once(text: str) -> None:
+    """Log a text; nothing where it was logged before."""
+    logger.warning("%s", text)
+
+
+def restore_process(who: str, num_threads: int | None = None) -> int | None:
+    """Put right what user code may change for the whole process, with a line that names `who` has run.
+
+    These are gradients that are off, another default dtype, another number of torch's threads than `num_threads`, and
+    a standard output that is closed.
+
+    Returns:
+        Torch's number of threads; None where nothing has imported torch.
+    """
+    changes, torch = [], sys.modules.get("torch")
+    if getattr(sys.stdout, "closed", False):
+        sys.stdout = os.fdopen(os.dup(2), "w", buffering=1)
+        changes.append("closed standard output (lines go to standard error)")
+    if torch and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        changes.append("turned gradients off")
+    if torch and (dtype := torch.get_default_dtype()) != torch.float32:
+        torch.set_default_dtype(torch.float32)
+        changes.append(f"set the default dtype {dtype}")
+    if torch and num_threads and (found := torch.get_num_threads()) != num_threads:
+        torch.set_num_threads(num_threads)
+        changes.append(f"set {found} threads in place of {num_threads}")
+    if changes:
+        warn_once(f"{who} has {', '.join(changes)}: put right")
+    return torch.get_num_threads() if torch else None
+
+
 def regular_file(path: Path) -> Path:
     """`path`; what opens it reports what is missing, or a folder.
 
@@ -213,6 +251,7 @@ def _import_user_defined(name: str) -> ModuleType:
         if module_name.partition(".")[0] == FROM_PYTHON:
             reason = "it was given to srtrl.train: continue from Python, or write it into a file and begin a new run"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
+    restore_process(module_name)
     return sys.modules[module_name]
 
 

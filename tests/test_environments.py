@@ -46,8 +46,8 @@ from srtrl.environments.record import Record, checksum
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
+from srtrl.resolve import warn_once
 from srtrl.rollout.turns import Answer
-from srtrl.tasks.event_loop import warn_once
 from srtrl.types import Conversation, Prompt
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from srtrl import ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
-from srtrl.resolve import Caught, describe_error
+from srtrl.resolve import Caught, describe_error, restore_process, warn_once
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread, warn_once
+from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
@@ -103,6 +103,7 @@ class Grader:
         self._watch_verifier = nullcontext if is_ours else partial(self._warning_if_late, "the task's verifier")
         self._pool: WorkerPool | None = None
         self._awaited = [reward for reward in self._rewards if reward.awaited]
+        self._names = [f"reward `{reward.name}`" for reward in self._awaited]
         self._stack = ExitStack()
         named = [(section.name, reward) for section, reward in zip(rewards, self._rewards, strict=True)]
         self.serial_rewards = [
@@ -111,13 +112,13 @@ class Grader:
         """Rewards of the user that are called for one sample after the other."""
 
     def __enter__(self) -> Self:
+        self._num_threads = restore_process("this program")
         if self._isolated.modules:
             limits = self._grading
             workers = [Worker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
-            self._names = [f"reward `{reward.name}`" for reward in self._awaited]
             self._loop = self._stack.enter_context(event_loop(", ".join(self._names)))
             self._limit = asyncio.Semaphore(MAX_AWAITED)
             self._running: object = None
@@ -259,6 +260,7 @@ class Grader:
     def _grades(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """As `collect`; nothing is logged."""
         verdicts = [self._verdict(ticket) for ticket in tickets]
+        restore_process(" or ".join(["the verifier", *self._names, "the environment"]), self._num_threads)
         samples = [
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
@@ -267,6 +269,7 @@ class Grader:
             if not (reward.isolated or reward.awaited):
                 with self._warning_if_late(f"reward `{reward.name}`"):
                     _apply(reward, samples, verdicts)
+                restore_process(f"reward `{reward.name}`", self._num_threads)
         return [self._grade(verdict) for verdict in verdicts]
 
     def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
