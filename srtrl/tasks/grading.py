@@ -102,6 +102,7 @@ class Grader:
         is_ours = str(getattr(self._verifier, "__module__", "")).startswith("srtrl.")  # these end for any text
         self._watch_verifier = nullcontext if is_ours else partial(self._warning_if_late, "the task's verifier")
         self._pool: WorkerPool | None = None
+        self._num_threads: int | None = None
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self._names = [f"reward `{reward.name}`" for reward in self._awaited]
         self._stack = ExitStack()
