@@ -29,7 +29,7 @@ PLAIN_CHARTS = [
     *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups", "Groups with equal rewards"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
     *("Decoder vs. trainer log-probs", "Speed of the decoder", "Time by stage", "Tokens per decode step"),
-    *("Failed gradings", "Decode steps", "Time that drafts save"),
+    *("Failed gradings", "Decode steps"),
 ]
 """Those of a run without critic or drafts."""
 SVG = "{http://www.w3.org/2000/svg}"
@@ -71,7 +71,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         **({"time/compile": 100.0, "time/step": 102.1} if step == 1 else {}),
         **{"groups/kept": 8, "groups/zero_advantage_share": 0.25, "grading/timeout": float(step == 2)},
         **{"engine/tokens": 700, "engine/decode_steps": 30, "engine/tokens_per_decode_step": 2.5, "data/epoch": 0.5},
-        **{"engine/steps_without_drafts": 45, "engine/saved_seconds": 0.1, "engine/cache_hit_rate": 0.5},
+        "engine/cache_hit_rate": 0.5,
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
     }
 
@@ -120,14 +120,14 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     points = json.loads(html.unescape(re.findall(r'data-lines="([^"]+)"', page)[0]))
     assert points["format"] == [[step, 0.9] for step in range(1, 31)], "to look at under the pointer"
     assert "100" not in texts_of(charts["Time by stage"]), "compilation would dwarf the other seconds"
-    figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 tokens each", "reward_format 1")
+    figures = ("31.0%", "71.0%", "+40.0 points", "training reward", "2.50 (1 without drafts)", "reward_format 1")
     for figure in (*figures, "time of all stages"):
         assert figure in page
     # With the compilation of the first step and an evaluation before it and in every tenth step.
     duration = "2 min 50 s"
     assert f"<p>Time of all stages: {duration}</p>" in page, "without machines, which an older run has not noted"
-    assert re.findall(r"<b>([^<]+)</b> <small>", page) == ["1.5x fewer steps", "31.0% → 71.0%", duration]
-    assert "decode steps: 900 instead of 1,350 without drafts, ~3.0 s saved" in page
+    assert re.findall(r"<b>([^<]+)</b> <small>", page) == ["2.50", "31.0% → 71.0%", duration]
+    assert "<b>2.50</b> <small>tokens per decode step (1 without drafts)</small>" in page
     assert "<p>Time by stage, 170.0 s</p>" in page
     assert re.search(r'width: 58.82%" title="compile 100.0 s"', page)
     steps = [1, 7, 13, 18, 24, 30]

@@ -7,6 +7,7 @@ import re
 import signal
 import zlib
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,7 +30,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
-from srtrl.run.metrics import describe_step, run_figures, step_problems
+from srtrl.run.metrics import describe_step, headline, run_figures, step_problems
 from srtrl.run.progress import SPARKS, RunProgress, sparkline
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
@@ -92,17 +93,18 @@ def test_every_promised_metric_is_logged_and_gives_the_figures_of_the_run(finish
     assert figures["gain"] == f"{last - first:+.1f} points"
     num_tokens, num_decodes = (sum(row[name] for row in steps) for name in ("tokens/response", "engine/decode_steps"))
     found = re.fullmatch(
-        rf"{num_tokens:,} in {num_decodes:,} decode steps of ([\d.]+) samples, ([\d.]+) tokens each",
-        figures["sampled tokens"],
+        rf"{num_tokens:,} in {num_decodes:,} decode steps of ([\d.]+) samples", figures["sampled tokens"]
     )
     assert found
-    assert num_decodes * float(found[1]) * float(found[2]) == pytest.approx(num_tokens, rel=0.01)
-    num_plain = sum(row["engine/steps_without_drafts"] for row in steps)
-    ratio = f"{num_plain / num_decodes:.1f}x fewer steps"
-    assert figures["decode steps saved by drafts"].startswith(f"{num_plain - num_decodes:,} of {num_plain:,}: {ratio}")
+    saved = re.fullmatch(r"([\d.]+) \(1 without drafts\)", figures["tokens per decode step"])
+    assert saved
+    assert num_decodes * float(found[1]) * float(saved[1]) == pytest.approx(num_tokens, rel=0.01)
     per_decode = sorted(row["engine/tokens_per_decode_step"] for row in steps)
-    for figure in figures["tokens each, first and last epoch"].split(" and "):
+    by_epoch = re.fullmatch(r"([\d.]+) in the first, ([\d.]+) in the last", figures["tokens per decode step, by epoch"])
+    assert by_epoch
+    for figure in (saved[1], *by_epoch.groups()):
         assert per_decode[0] - 0.01 < float(figure) < per_decode[-1] + 0.01
+    assert re.fullmatch(r"\d+\.\d s, \d+\.\d% of the rollouts' time", figures["time of drafting"])
     total = before["time/eval"] + sum(row["time/step"] for row in steps)
     assert figures["time of all stages"].startswith(f"{total:.1f} s (")
     assert {"rollout", "update"} <= set(re.findall(r"(\w+) \d+%", figures["time of all stages"]))
@@ -440,7 +442,7 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
 def test_no_line_of_a_step_is_longer_than_78_characters_and_its_reward_is_smoothed() -> None:
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     progress = RunProgress(2000, console=Console(file=output, width=80))
-    text = "accuracy 43.1%  11.7x fewer steps, ~100.3 s saved  113.7 s (25.9 s compiling)"
+    text = "accuracy 43.1%  11.70 tokens per decode step  113.7 s (25.9 s compiling)"
     for step in range(1, 101):
         progress.step(step, text, reward=step % 10, notice="word " * 50)
     output.seek(0)
@@ -480,10 +482,87 @@ def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
     assert describe_step({**metrics, "time/compile": 25.9}).endswith("28.7 s (25.9 s compiling)")
     assert describe_step({**metrics, "time/compile": 0.2}).endswith("28.7 s")
     assert describe_step(metrics) == "28.7 s"
-    drafted = {"engine/decode_steps": 10, "engine/steps_without_drafts": 15, "engine/cache_hit_rate": 0.0}
-    for seconds, words in ((0.26, "~0.3 s saved"), (-0.26, "~0.3 s lost")):
-        row = metrics | drafted | {"engine/saved_seconds": seconds, "accuracy": 0.25}
-        assert describe_step(row) == f"accuracy 25.0%  1.5x fewer steps, {words}  28.7 s"
+    assert describe_step({**metrics, "accuracy": 0.25}) == "accuracy 25.0%  28.7 s"
+
+
+def drafted(num_tokens: int, num_decodes: int, num_nodes: int, *, epoch: float, **others: float) -> dict[str, float]:
+    """What a training step with drafts logs of them; `num_decodes`: one for each sample of each decode step."""
+    return {
+        **{"step": 1, "data/epoch": epoch, "reward/mean": 0.5, "time/step": 9.0, "time/rollout": 5.0, "grad_norm": 1.0},
+        **{"engine/cache_hit_rate": 0.0, "engine/tokens": num_tokens, "engine/decode_steps": 10},
+        "engine/tokens_per_decode_step": num_tokens / num_decodes,
+        "engine/verified_per_decode_step": 1 + num_nodes / num_decodes,
+        **others,
+    }
+
+
+TIMED = {"engine/drafting_seconds": 1.0}
+SAVED_BY_DRAFTS: list[tuple[str, list[dict[str, float]], list[str], dict[str, str], str]] = [
+    (
+        "two epochs",
+        [drafted(700, 700, 0, epoch=0.9, **TIMED), drafted(900, 300, 1200, epoch=1.9, **TIMED)],
+        ["", "3.00 tokens per decode step"],
+        {
+            "tokens per decode step": "1.60 (1 without drafts)",
+            "tokens per decode step, by epoch": "1.00 in the first, 3.00 in the last",
+            "accepted of verified draft nodes": "600 of 1,200 (50%)",
+            "time of drafting": "2.0 s, 20.0% of the rollouts' time",
+        },
+        "1.60",
+    ),
+    (
+        "one epoch of an earlier version, which has other seconds",
+        [drafted(300, 200, 500, epoch=0.0, **{"engine/saved_seconds": -0.1, "engine/draft_seconds": 1.0})],
+        ["1.50 tokens per decode step"],
+        {"tokens per decode step": "1.50 (1 without drafts)", "accepted of verified draft nodes": "100 of 500 (20%)"},
+        "1.50",
+    ),
+    (
+        "a drafter whose drafts never paid",
+        [drafted(700, 700, 0, epoch=0.0)],
+        [""],
+        {"tokens per decode step": "1.00 (1 without drafts)"},
+        "1.00",
+    ),
+    (
+        "none, then drafts from a resume on",
+        [
+            {name: value for name, value in drafted(700, 700, 0, epoch=0.5, **TIMED).items() if "cache" not in name},
+            drafted(600, 300, 1200, epoch=1.5, **TIMED),
+        ],
+        ["", "2.00 tokens per decode step"],
+        {
+            "tokens per decode step": "2.00 (1 without drafts)",
+            "accepted of verified draft nodes": "300 of 1,200 (25%)",
+            "time of drafting": "1.0 s, 20.0% of the rollouts' time",
+        },
+        "2.00",
+    ),
+    ("no step", [], [], {}, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "in_lines", "in_summary", "in_headline"),
+    [row[1:] for row in SAVED_BY_DRAFTS],
+    ids=[row[0] for row in SAVED_BY_DRAFTS],
+)
+def test_what_drafts_save_is_tokens_per_decode_step(
+    steps: list[dict[str, float]], in_lines: list[str], in_summary: dict[str, str], in_headline: str
+) -> None:
+    assert [describe_step(row) for row in steps] == [f"{words}  9.0 s".strip() for words in in_lines]
+    figures = run_figures(steps)
+    about_drafts = {name: figure for name, figure in figures.items() if re.search(r"draft|per decode", name)}
+    assert about_drafts == in_summary
+    assert headline(steps).get("tokens per decode step (1 without drafts)", "") == in_headline
+
+
+def test_with_the_drafter_none_nothing_is_said_of_drafts(policy: Path, tmp_path: Path) -> None:
+    result = train(make_recipe(policy, tmp_path, train__num_steps=1, rollout__drafter="none", **QUICK))
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    assert rows[-1]["engine/tokens_per_decode_step"] == 1
+    said = [describe_step(rows[-1]), *chain(*run_figures(rows).items(), *headline(rows).items())]
+    assert not [words for words in said if re.search(r"draft|per decode", words)]
 
 
 def test_learning_rate() -> None:

@@ -16,11 +16,10 @@ from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.plain_steps import PlainSteps
 from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
-from srtrl.engine.stats import DRAFT_STAGES, EngineStats, StageClock, add_stats
+from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -78,7 +77,6 @@ class Engine:
         )
         self.policy_version = 0
         self.stats = EngineStats()
-        self.plain_steps = PlainSteps(options.slots)
         self._num_rows = 0
         """Rows of the last step without those of the background."""
         self._compile_kernels = compile_kernels
@@ -225,7 +223,6 @@ class Engine:
         finally:
             self._is_decoding = False
             self._give_up(list(self.scheduler.clear()))
-            self.stats.add_saved(*self.plain_steps.take())
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -267,11 +264,9 @@ class Engine:
         self._observe(trees, verified)
         clock.lap("observe")
         self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
-        num = step.num_primaries
-        self.plain_steps.add_step(step.slots[:num], verified.num_new[:num], len(step.slots) - num + trees.num_nodes)
         completions = self._take_finished(verified)
         clock.lap("finish")
-        self._num_rows = num + trees.num_nodes
+        self._num_rows = step.num_primaries + trees.num_nodes
         self._record(step, trees, drafted, verified, clock)
         return completions
 
@@ -321,7 +316,6 @@ class Engine:
         if step.ended:
             self._give_up(list(step.ended))
         if step.started:
-            self.plain_steps.start(step.started)
             slots = np.array([sample.slot for sample in step.started])
             requests = [
                 replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
@@ -391,13 +385,11 @@ class Engine:
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
             completions.append(None if sample.is_background else self._completion(sample, finish_reason))
         known = [None if c is None or c.request.has_turns else c for c in completions]  # a paused one is not complete
-        self.plain_steps.end(verified.slots[ended].tolist())
         self.drafter.finish(verified.slots[ended].tolist(), known)
         return [completion for completion in completions if completion is not None]
 
     def _give_up(self, slots: Sequence[int]) -> None:
         """Samples have lost these slots unfinished."""
-        self.plain_steps.end(slots)
         self.drafter.finish(slots, [None] * len(slots))
 
     def _completion(self, sample: Sample, finish_reason: FinishReason | None = None) -> Completion:
@@ -430,20 +422,16 @@ class Engine:
         """Count a step, and learn what it cost."""
         cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
         self.stats.add_step(step, trees, verified, clock, drafted=drafted)
-        if self.is_off or not self.runner.was_prepared:
-            return
+        if self.is_off or not self.runner.was_prepared or 2 * num_prefill > num_rows:
+            return  # the rows of prompts are not like others: where they are many, the control learns nothing
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
-        for_drafts = sum(clock.seconds.get(stage, 0.0) for stage in DRAFT_STAGES)
         seconds = clock.total
         if cost.is_fixed:  # the device's time is stated: the host's counts where it is not a part of the device's
             seconds = cost.seconds(num_rows + num_prefill)
             if self.runner.is_asynchronous:
                 seconds += clock.total - clock.seconds["wait"]
             else:
-                draft_seconds = for_drafts = 0.0
-        self.plain_steps.add_seconds(num_rows, num_prefill, seconds - for_drafts)
-        if 2 * num_prefill > num_rows:
-            return  # the rows of prompts are not like others: where they are many, the control learns nothing
+                draft_seconds = 0.0
         self.control.record(
             trees=trees,
             num_accepted=verified.num_new - 1,

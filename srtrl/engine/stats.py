@@ -1,6 +1,5 @@
 """Counts and seconds of decode steps, reported under `engine/`."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -16,20 +15,21 @@ MAX_DEPTH = 8
 """Acceptance is reported for depths of the draft trees up to this."""
 
 STAGES = {
-    "schedule": "draft",
-    "propose": "draft",
-    "choose": "draft",
+    "schedule": "schedule",
+    "propose": "drafting",
+    "choose": "drafting",
     "rows": "forward",
     "forward": "forward",
     "wait": "forward",
     "verify": "sample",
-    "commit": "commit",
-    "observe": "commit",
-    "finish": "commit",
+    "commit": "drafting",
+    "observe": "drafting",
+    "finish": "schedule",
 }
-"""The stages of a decode step in their order, and the metric `engine/<name>_seconds` in which each is counted."""
-DRAFT_STAGES = ("propose", "choose", "commit", "observe")
-"""Those that only drafts need."""
+"""The stages of a decode step in their order, and the metric `engine/<name>_seconds` in which each is counted.
+
+Only drafts need those of `drafting`.
+"""
 STAGE_NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 
 
@@ -85,10 +85,6 @@ class EngineStats:
     num_pages: int = 0
     num_preemptions: int = 0
     num_graphs_dropped: int = 0
-    num_plain_steps: int = 0
-    """Decode steps of the same samples without drafts."""
-    saved_seconds: float = 0.0
-    """By which decode steps took less than these, `DRAFT_STAGES` not counted; NaN where no step was measured."""
     seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(STAGES)))
     """By stage, in the order of `STAGES`."""
 
@@ -122,11 +118,6 @@ class EngineStats:
         for stage, seconds in clock.seconds.items():
             self.seconds[STAGE_NUMBERS[stage]] += seconds
 
-    def add_saved(self, num_plain_steps: int, saved_seconds: float) -> None:
-        """Count what drafts saved in a rollout, see `PlainSteps.take`."""
-        self.num_plain_steps += num_plain_steps
-        self.saved_seconds += saved_seconds
-
     def metrics(self, num_ranks: int = 1) -> dict[str, float]:
         """Flat metrics of this many engines; seconds are means over them."""
         decodes, drafts = max(self.num_decodes, 1), max(self.num_drafts, 1)
@@ -135,7 +126,6 @@ class EngineStats:
             "engine/pages": self.num_pages,
             "engine/preemptions": self.num_preemptions,
             "engine/decode_steps": self.num_steps,
-            "engine/steps_without_drafts": self.num_plain_steps,
             "engine/tokens": self.num_tokens,
             "engine/tokens_per_decode_step": self.num_tokens / decodes,
             "engine/verified_per_decode_step": 1 + self.num_draft_nodes / decodes,
@@ -151,9 +141,6 @@ class EngineStats:
         seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
             metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
-        if math.isfinite(self.saved_seconds):
-            draft_seconds = sum(seconds[stage] for stage in DRAFT_STAGES)
-            metrics["engine/saved_seconds"] = self.saved_seconds / num_ranks - draft_seconds
         if seconds["wait"]:
             metrics["engine/graphs_dropped"] = self.num_graphs_dropped
             metrics["engine/host_share"] = 1 - seconds["wait"] / sum(seconds.values())

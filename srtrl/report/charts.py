@@ -131,10 +131,12 @@ CHARTS = {
         Chart("Speed of the update", "tokens per second", ["time/update_tokens_per_second"]),
         Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "Compilation is left out."),
         Chart(
-            "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
+            "Decode time",
+            "seconds",
+            [f"engine/{part}_seconds" for part in ("schedule", "drafting", "forward", "sample")],
+            "drafting: only drafts need it.",
         ),
-        Chart("Decode steps", "steps", ["engine/decode_steps", "engine/steps_without_drafts"], includes=(0.0,)),
-        Chart("Time that drafts save", "seconds", ["engine/saved_seconds"], "Below 0: lost.", includes=(0.0,)),
+        Chart("Decode steps", "steps", ["engine/decode_steps"], includes=(0.0,)),
         Chart(
             "Tokens per decode step",
             "tokens of a sequence",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -196,15 +196,18 @@ def time_metrics(
 
 
 def describe_step(metrics: MetricRow) -> str:
-    """A few words about a training step beside its reward; the accuracy only where it is not the reward."""
+    """A few words about a training step beside its reward: the accuracy where it is not the reward; what drafts save.
+
+    Of drafts nothing is said while they save nothing, as in a first epoch with few samples of a prompt at a time.
+    """
     parts = []
     if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
         parts.append(f"accuracy {metrics['accuracy']:.1%}")
     time = f"{metrics['time/step']:.1f} s"
     if (seconds := metrics.get("time/compile", 0)) >= 1:
         time += f" ({seconds:.1f} s compiling)"
-    elif saved := saved_by_drafts([metrics]):
-        parts.append(str(saved))
+    elif (drafted := drafted_steps([metrics])) and (rate := _tokens_per_decode(drafted)) >= 1.005:
+        parts.append(f"{rate:.2f} tokens per decode step")
     return "  ".join([*parts, time])
 
 
@@ -260,20 +263,9 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         num_tokens, num_steps = (
             int(sum(row[f"engine/{name}"] for row in steps)) for name in ("tokens", "decode_steps")
         )
-        each = max(_tokens_per_decode(steps), 1e-9)
-        num_samples = num_tokens / max(num_steps, 1) / each
-        figures["sampled tokens"] = (
-            f"{num_tokens:,} in {num_steps:,} decode steps of {num_samples:.1f} samples, {each:.2f} tokens each"
-        )
-        epochs = [_epoch(steps, end) for end in (steps[0], steps[-1])]
-        if epochs[0] != epochs[1]:
-            figures["tokens each, first and last epoch"] = "{:.2f} and {:.2f}".format(*map(_tokens_per_decode, epochs))
-    if saved := saved_by_drafts(steps):
-        figures["decode steps saved by drafts"] = (
-            f"{saved.num_plain - saved.num_steps:,} of {saved.num_plain:,}: {saved}"
-        )
-        if saved.seconds is not None and saved.seconds < 0:
-            figures["decode steps saved by drafts"] += " (verifying drafts took more time than the steps saved)"
+        num_samples = sum(map(_num_decodes, steps)) / max(num_steps, 1)
+        figures["sampled tokens"] = f"{num_tokens:,} in {num_steps:,} decode steps of {num_samples:.1f} samples"
+        figures |= draft_figures(steps)
     stages = longest_stages(rows)
     total = sum(seconds for _, seconds in stages)
     shares = ", ".join(f"{name} {seconds / max(total, 1e-9):.0%}" for name, seconds in stages if 200 * seconds > total)
@@ -281,40 +273,37 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     return figures
 
 
-class Saved(NamedTuple):
-    """What drafts saved in training steps."""
-
-    num_steps: int
-    """Decode steps."""
-    num_plain: int
-    """The same without drafts."""
-    seconds: float | None
-    """None where no decode step was measured."""
-
-    def __str__(self) -> str:
-        """How many times fewer, and the seconds: `1.4x fewer steps, ~1.2 s lost`."""
-        return ", ".join(part for part in (self.ratio, self.time) if part)
-
-    @property
-    def ratio(self) -> str:
-        """How many times fewer decode steps."""
-        return f"{self.num_plain / max(self.num_steps, 1):.1f}x fewer steps"
-
-    @property
-    def time(self) -> str:
-        """The seconds, an estimate; nothing where they are not known."""
-        return "" if self.seconds is None else f"~{abs(self.seconds):.1f} s {'lost' if self.seconds < 0 else 'saved'}"
+def drafted_steps(steps: Sequence[MetricRow]) -> list[MetricRow]:
+    """Those of these training steps whose rollouts had a drafter, not `none`."""
+    return [row for row in steps if "engine/cache_hit_rate" in row]
 
 
-def saved_by_drafts(steps: Sequence[MetricRow]) -> Saved | None:
-    """Of these training steps; None where nothing was drafted, or the run is of a version that did not count it."""
-    rows = [row for row in steps if "engine/steps_without_drafts" in row and "engine/cache_hit_rate" in row]
-    if not rows:
-        return None
-    seconds = [row["engine/saved_seconds"] for row in rows if "engine/saved_seconds" in row]
-    names = "engine/decode_steps", "engine/steps_without_drafts"
-    num_steps, num_plain = (int(sum(row[name] for row in rows)) for name in names)
-    return Saved(num_steps, num_plain, sum(seconds) if seconds else None)
+def draft_figures(steps: Sequence[MetricRow]) -> dict[str, str]:
+    """What drafts save in these training steps, for people, exact but for the seconds; nothing where none was drafted.
+
+    Steps of earlier versions have no `engine/drafting_seconds`.
+    """
+    if not (steps := drafted_steps(steps)):
+        return {}
+    figures = {"tokens per decode step": f"{_tokens_per_decode(steps):.2f} (1 without drafts)"}
+    first, last = (
+        [row for row in steps if int(row["data/epoch"]) == int(end["data/epoch"])] for end in (steps[0], steps[-1])
+    )
+    if first != last:
+        figures["tokens per decode step, by epoch"] = (
+            f"{_tokens_per_decode(first):.2f} in the first, {_tokens_per_decode(last):.2f} in the last"
+        )
+    counted = [row for row in steps if "engine/verified_per_decode_step" in row]
+    if num_nodes := round(sum((row["engine/verified_per_decode_step"] - 1) * _num_decodes(row) for row in counted)):
+        num_accepted = round(sum(row["engine/tokens"] - _num_decodes(row) for row in counted))
+        figures["accepted of verified draft nodes"] = (
+            f"{num_accepted:,} of {num_nodes:,} ({num_accepted / num_nodes:.0%})"
+        )
+    timed = [row for row in steps if "engine/drafting_seconds" in row]
+    if seconds := sum(row["engine/drafting_seconds"] for row in timed):
+        share = seconds / sum(row["time/rollout"] for row in timed)
+        figures["time of drafting"] = f"{seconds:.1f} s, {share:.1%} of the rollouts' time"
+    return figures
 
 
 def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
@@ -322,9 +311,8 @@ def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
     steps = [row for row in rows if row["step"] > 0]
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
-    if saved := saved_by_drafts(steps):
-        counts = f"decode steps: {saved.num_steps:,} instead of {saved.num_plain:,} without drafts"
-        figures[", ".join(part for part in (counts, saved.time) if part)] = saved.ratio
+    if drafted := drafted_steps(steps):
+        figures["tokens per decode step (1 without drafts)"] = f"{_tokens_per_decode(drafted):.2f}"
     if evals:
         name = main_figure(evals[-1])
         values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
@@ -350,16 +338,14 @@ def longest_stages(rows: Sequence[MetricRow]) -> list[tuple[str, float]]:
     return sorted(seconds.items(), key=lambda pair: -pair[1])
 
 
-def _epoch(steps: Sequence[MetricRow], step: MetricRow) -> list[MetricRow]:
-    """The steps of the epoch of `step`."""
-    return [row for row in steps if int(row["data/epoch"]) == int(step["data/epoch"])]
+def _num_decodes(row: MetricRow) -> float:
+    """Samples in the decode steps of a training step, each counted once for every decode step."""
+    return row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9)
 
 
 def _tokens_per_decode(steps: Sequence[MetricRow]) -> float:
     """New tokens of a sample in a decode step, on average over these training steps."""
-    tokens = [row["engine/tokens"] for row in steps]
-    decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in steps]
-    return sum(tokens) / max(sum(decodes), 1)
+    return sum(row["engine/tokens"] for row in steps) / max(sum(map(_num_decodes, steps)), 1)
 
 
 def held_out_figures(row: Mapping[str, float]) -> MetricRow:
