@@ -307,7 +307,7 @@ def draft_figures(steps: Sequence[MetricRow]) -> dict[str, str]:
 
 
 def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
-    """The three figures of a run to see first: what drafts saved, how much better the policy is, and the time."""
+    """The three figures of a run to see first: what drafts save, how much better the policy is, and the time."""
     steps = [row for row in rows if row["step"] > 0]
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
