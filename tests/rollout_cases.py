@@ -74,11 +74,11 @@ def completion_of(request: Request) -> Completion:
 
 @dataclass
 class FakeGrader:
-    """Grades take a random number of questions or waits; a ticket is a place in `submitted`."""
+    """Grades take a random number of questions, or a wait; a ticket is a place in `submitted`."""
 
     reward: Callable[[Prompt, str], float]
     random: random.Random
-    delays: Sequence[int] = (0, 0, 1, 3, 20)
+    delays: Sequence[int] = (0, 0, 1, 3, 20, 10**9)
     pending: dict[int, int] = field(default_factory=dict)
     """Ticket -> questions until it is done."""
     submitted: list[tuple[Prompt, str, FinishReason, int]] = field(default_factory=list)

@@ -54,11 +54,12 @@ def test_unchanged_weights_give_the_policy_gradient(name: str) -> None:
 
 
 def test_a_ratio_exactly_at_the_clip_keeps_its_gradient() -> None:
-    """1 + clip_high = 1.5 and 1 - clip_low = 0.5 are exact in binary; the next number beyond has no gradient."""
-    new = torch.tensor([1.5, np.nextafter(1.5, 2), 0.5, np.nextafter(0.5, 0), 1.5, 0.5], dtype=F64)
+    """1 + clip_high = 1.25 and 1 - clip_low = 0.5 are exact in binary; the next number beyond has no gradient."""
+    new = torch.tensor([1.25, np.nextafter(1.25, 2), 0.5, np.nextafter(0.5, 0), 1.25, 0.5], dtype=F64)
     advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0, 2.0], dtype=F64)
     ratio = new.clone().requires_grad_()
-    token_loss, metrics = losses._clipped(ratio, advantages, 0.5, 0.5)
+    token_loss, metrics = losses._clipped(ratio, advantages, 0.5, 0.25)
+    assert token_loss.tolist() == [-2.5, -2.5, 1.0, 1.0, 2.5, -1.0]
     assert torch.autograd.grad(token_loss.sum(), ratio)[0].tolist() == [-2.0, 0.0, 2.0, 0.0, 2.0, -2.0]
     assert metrics["clip_share/high"].tolist() == [0, 1, 0, 0, 0, 0]
     assert metrics["clip_share/low"].tolist() == [0, 0, 0, 1, 0, 0]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny_run import make_recipe, open_run
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from srtrl import ranks
 from srtrl.drafters.none import Drafter as NoDrafter
@@ -88,13 +87,9 @@ def test_a_folder_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None
 def test_only_the_newest_are_kept_by_number_of_their_step(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "step_2000000.bak").mkdir()  # not a checkpoint
     for step in (2, 4, 999999, 1000000):
-        path = save(policy, tmp_path, step, keep=2)
+        save(policy, tmp_path, step, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
     assert (tmp_path / "step_2000000.bak").is_dir()
-    model = AutoModelForCausalLM.from_pretrained(path)  # a checkpoint is a model for transformers
-    assert model.generation_config.eos_token_id == 0
-    ours = load_model(policy, dtype=torch.float32, device="cpu")
-    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], ours.embedding)
 
 
 USER_FILES = (

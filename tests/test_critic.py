@@ -207,24 +207,12 @@ def values_of(model: ValueModel) -> torch.Tensor:
     return values
 
 
-def test_a_fresh_critic_says_zero_and_learns_in_its_first_step_and_its_body_in_the_next() -> None:
-    """Zero is no place to be stuck in: only the first gradient of the body is zero."""
+def test_a_fresh_critic_says_zero_and_draws_no_random_number() -> None:
     body = make_policy()
     before = torch.get_rng_state()
     model = ValueModel(body)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(values_of(model), torch.zeros(len(TOKEN_IDS), dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    body_gradients = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        torch.autograd.backward((values_of(model) - 1).square().mean())
-        gradient = model.body.layers[0].get_parameter("qkv_proj.weight").grad
-        assert gradient is not None
-        body_gradients.append(float(gradient.norm()))
-        optimizer.step()
-    assert body_gradients[0] == 0
-    assert body_gradients[1] > 0
 
 
 def test_values_are_float32_for_a_bfloat16_body() -> None:

@@ -48,18 +48,6 @@ def test_intervals_of_shares_and_of_rewards() -> None:
     assert mean_interval([7.0]) == mean_interval([7.0, 7.0]) == (7.0, 7.0)
 
 
-@pytest.mark.parametrize("num_samples", [1, 4])
-def test_interval_covers_the_truth_about_95_times_in_100(num_samples: int) -> None:
-    generator = random.Random(0)
-    covered = 0
-    for _ in range(1000):
-        chances = [generator.betavariate(1, 1) for _ in range(60)]  # problems differ in difficulty; their mean is 0.5
-        shares = [fmean(generator.random() < chance for _ in range(num_samples)) for chance in chances]
-        low, high = confidence_interval(shares)
-        covered += low <= 0.5 <= high
-    assert 0.93 <= covered / 1000 <= 0.97  # the standard deviation of this share is 0.007
-
-
 def test_macro_average_weighs_benchmarks_equally_and_adds_their_variances() -> None:
     generator = random.Random(1)
     big, small = ([generator.random() for _ in range(count)] for count in (400, 30))

@@ -205,9 +205,6 @@ REWARDS = r"""
         while True:
             yield 1.0
 
-    def counts(sample: RewardInput):
-        yield 1.0
-
     def slow(sample: RewardInput) -> float:
         time.sleep(0.5)
         return 1.0
@@ -410,39 +407,39 @@ def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(
         assert grading_processes() <= others
 
 
-def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it() -> None:
-    with make_grader("own_rewards:length") as grader, make_grader("own_rewards:spread") as batched:
-        grader.try_rewards(prompt_of("ok"))
-        batched.try_rewards(prompt_of("ok"), num_samples=2)
-        message = r"tried on prompt p0 with the response 'raise', .*ZeroDivisionError: in pro"
-        with pytest.raises(ValueError, match=message):
-            grader.try_rewards(prompt_of("raise"))
-        failed = rollout_cases.graded(grade_all(grader, ["raise", "raise"]))
-        message = r"step 3: none of the 4 samples could be graded, .* \(error\): reward `length`"
-        with pytest.raises(ValueError, match=message):
-            check_not_all_failed([failed, failed], "step 3")
-        check_not_all_failed([failed, rollout_cases.graded(grade_all(grader, ["raise", "ok"]))], "step 3")
+LATE = r"0\.3 .*needs a larger grading\.timeout_seconds"
 
 
 @pytest.mark.parametrize(
-    ("reward", "text"), [("judge", "hang"), ("act", "loop in C"), ("isolated_verify", "loop in C")]
+    ("reward", "text", "reason"),
+    [
+        ("judge", "hang", LATE),
+        ("act", "loop in C", LATE),
+        ("isolated_verify", "loop in C", LATE),
+        ("length", "raise", "ZeroDivisionError: in pro"),
+    ],
 )
-def test_what_never_answers_stops_the_start_and_a_step(
-    reward: str, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_graded_stops_the_start_and_a_step_of_nothing_else(
+    reward: str, text: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = sys.modules["own_rewards"]
     names = ["correct"] if reward == "isolated_verify" else [f"own_rewards:{reward}"]
     with make_grader(*names, verifier=getattr(own, reward) if names == ["correct"] else equal_texts) as grader:
         monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
-        message = rf"^rewards: tried on prompt p0 .*'{text}'.*0\.3 .*needs a larger grading\.timeout_seconds"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"^rewards: tried on prompt p0 .*'{text}'.*{reason}"):
             grader.try_rewards(prompt_of(text))
         assert not caplog.messages, "it is said once"
         [grade] = grade_all(grader, [text])
-    late = [grade, replace(grade, detail="no answer within 6 seconds of wall-clock time")]
-    with pytest.raises(ValueError, match=r"^step 3: none of the 2 samples .*\(timeout\): .*a larger grading\."):
-        check_not_all_failed([rollout_cases.graded(late)], "step 3")
-    check_not_all_failed([rollout_cases.graded([*late, replace(grade, outcome="wrong")])], "step 3")
+    failed = [grade, grade if reason != LATE else replace(grade, detail="no answer within 6 seconds")]
+    group, message = rollout_cases.graded(failed), rf"^step 3: none of the 4 samples .*\({grade.outcome}\): .*"
+    with pytest.raises(ValueError, match=message + (r"a larger grading\." if reason == LATE else reason)):
+        check_not_all_failed([group, group], "step 3")
+    check_not_all_failed([group, rollout_cases.graded([replace(grade, outcome="wrong")])], "step 3")
+
+
+def test_rewards_are_tried_on_a_group_before_the_run() -> None:
+    with make_grader("own_rewards:spread") as grader:
+        grader.try_rewards(prompt_of("ok"), num_samples=2)
 
 
 def test_tickets_say_when_they_are_done_and_grades_keep_their_order(grader: Grader, tmp_path: Path) -> None:
@@ -460,37 +457,65 @@ def test_tickets_say_when_they_are_done_and_grades_keep_their_order(grader: Grad
         assert in_process.is_done(in_process.submit(prompt_of("ok"), "ok", "stop", 1))  # nothing runs apart
 
 
-IN_PROCESS: list[tuple[str, dict[str, Any], tuple[str, float, str] | None, str]] = [
-    ("length", {}, ("correct", 0.2, "$"), r"reward `length`: ZeroDivisionError: in process \(own_rewards.py:"),
-    ("rank", {}, ("correct", 0.0, "$"), "verifier: RuntimeError: cannot read this"),
-    ("breaks", {}, None, "reward `breaks`: OSError: no reward server"),
-    ("parses", {}, ("correct", 1.0, "$"), r"reward `parses`: json.*JSONDecodeError: .* \(own_rewards.py:\d+, parses\)"),
-    ("leaves", {}, None, r"reward `leaves`: SystemExit: 0 \(own_rewards.py:"),
-    ("gives", {"value": None}, None, r".*must return a finite number \(0.0 where it does not apply\), it returned N"),
-    ("gives", {"value": "1.0"}, None, ".*reward `gives` must return a finite number, it returned '1.0'"),
-    ("all_get", {"values": [1.0]}, None, "reward `all_get`: ValueError: it returned 1 values for 2 samples"),
-    ("all_get", {"values": {"a": 1}}, None, ".*a batched reward must return a list of numbers, it returned {'a': 1"),
-    ("endless", {}, None, "reward `endless`: ValueError: it returned more than 2 values for 2 samples"),
-    ("counts", {}, None, ".*reward `counts` must return a finite number, it returned <generator object counts"),
-    ("gives", {"value": -1e308}, None, r".*a finite number, it returned -1e\+308 \(the limit is 1e\+15 either"),
-    ("gives", {"value": 10**400}, None, r".*a finite number, it returned 1000.* \(the limit is 1e\+15 either"),
-    ("overlong_penalty", {"cache_tokens": 10}, None, r".* 1 to rollout.max_new_tokens - 1 \(9\), found 10"),
+INTERRUPTS = ("KeyboardInterrupt: no", "SystemExit: no", "(asyncio.exceptions.)?CancelledError", "OSError: no", "")
+
+
+def both(said: str) -> dict[str, str]:
+    return dict.fromkeys(("ok", "raise"), said)
+
+
+FAULTS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("verify", {}, {"ok": "", "raise": "verifier: RuntimeError: cannot read this"}),
+    ("length", {}, {"ok": "", "raise": r"ZeroDivisionError: in process \(own_rewards.py:"}),
+    ("parses", {}, {"ok": "", "raise": r"json.*JSONDecodeError: .* \(own_rewards.py:\d+, parses\)"}),
+    ("leaves", {}, both(r"SystemExit: 0 \(own_rewards.py:")),
+    ("gives", {"value": None}, both(r".*must return a finite number \(0.0 where it does not apply\), it returned N")),
+    ("overlong_penalty", {"cache_tokens": 10}, both(r".* 1 to rollout.max_new_tokens - 1 \(9\), found 10")),
+    ("breaks", {}, both("OSError: no reward server")),
+    ("all_get", {"values": [1.0]}, both("ValueError: it returned 1 values for 2 samples")),
+    ("all_get", {"values": {"a": 1}}, both(".*a batched reward must return a list of numbers, it returned {'a': 1")),
+    ("endless", {}, both("ValueError: it returned more than 2 values for 2 samples")),
+    ("interrupts", {}, dict(zip(("ok", "exit", "cancel", "raise", "fine"), INTERRUPTS, strict=True))),
+    ("swallows", {}, dict.fromkeys(("ok", "hang"), "no answer within 0.3 seconds")),
+    ("hangs_in_thread", {}, {"ok": "no answer within 0.3 seconds"}),
+    ("leaves_task", {}, dict.fromkeys(("exit", "raise", "fine", "ok"), "")),
 ]
-"""Reward and options; outcome, reward and detail of the sample "ok", or None: as that of "raise"; detail of "raise"."""
+"""Reward of the training process (or verifier), its options, and what is said of each text; nothing of graded ones."""
 
 
-@pytest.mark.parametrize(("name", "options", "graded", "detail"), IN_PROCESS)
-def test_errors_in_the_training_process_are_outcomes(
-    name: str, options: dict[str, Any], graded: tuple[str, float, str] | None, detail: str
+@pytest.mark.parametrize(("name", "options", "said"), FAULTS)
+def test_whatever_a_reward_does_costs_its_own_sample_alone(
+    name: str,
+    options: dict[str, Any],
+    said: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    verifier = resolve_function("srtrl.tasks.rewards", "own_rewards:verify") if name == "rank" else equal_texts
-    reward = RewardSection(name=name if name == "overlong_penalty" else f"own_rewards:{name}", options=options)
-    with Grader(Rows(verifier), [reward], GradingSection(), max_new_tokens=10) as grader:
-        grades = grade_all(grader, ["ok", "raise"])
-    failed = ("error", 0.0, detail)
-    for grade, (outcome, value, reason) in zip(grades, (graded or failed, failed), strict=True):
-        assert (grade.outcome, grade.reward) == (outcome, value)
-        assert re.match(reason, grade.detail), grade.detail
+    own = sys.modules["own_rewards"]
+    own.is_free.clear()
+    verifier = resolve_function("srtrl.tasks.rewards", "own_rewards:verify") if name == "verify" else equal_texts
+    module = "" if name == "overlong_penalty" else "own_rewards:"
+    sections = [RewardSection(name=f"{module}{name}", options=options)] if name != "verify" else []
+    sections.append(RewardSection(name="correct"))
+    with Grader(Rows(verifier), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
+        monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
+        grades = grade_all(grader, list(said))
+        for (text, reason), grade in zip(said.items(), grades, strict=True):
+            graded = "correct" if text == "ok" else "wrong"
+            assert grade.outcome == ("timeout" if "no answer" in reason else "error" if reason else graded)
+            begin = "" if name == "verify" else f"reward `{name}`: "
+            assert re.match(begin + reason if reason else "$", grade.detail), grade.detail
+            assert grade.parts["correct"] == (grade.outcome == "correct")
+            assert not reason or grade.reward == 0
+        own.is_free.set()
+    gc.collect()
+    left = sorted(message for message in caplog.messages if "left behind" in message)
+    errors = [
+        message.removeprefix("reward `leaves_task`: in a task left behind: ").partition(": ")[0] for message in left
+    ]
+    assert errors == (["KeyboardInterrupt", "OSError", "SystemExit"] if name == "leaves_task" else [])
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_coroutine_rewards_are_awaited_together(
@@ -524,38 +549,6 @@ def test_coroutine_rewards_are_awaited_together(
     wait_until(lambda: threading.active_count() <= num_threads)
     gc.collect()
     assert capfd.readouterr().err == ""
-
-
-INTERRUPTS = ("KeyboardInterrupt: no", "SystemExit: no", "(asyncio.exceptions.)?CancelledError", "OSError: no", "")
-COROUTINES: dict[str, dict[str, str]] = {
-    "interrupts": dict(zip(("ok", "exit", "cancel", "raise", "fine"), INTERRUPTS, strict=True)),
-    "swallows": dict.fromkeys(("ok", "hang"), "no answer within 0.3 seconds"),
-    "hangs_in_thread": {"ok": "no answer within 0.3 seconds"},
-    "leaves_task": dict.fromkeys(("exit", "raise", "fine", "ok"), ""),
-}
-"""Reward -> what is said of each text; nothing of those that are graded."""
-
-
-@pytest.mark.parametrize("name", COROUTINES)
-def test_whatever_a_coroutine_does_costs_its_own_sample_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with make_grader(f"own_rewards:{name}", "correct") as grader:
-        own = sys.modules["own_rewards"]
-        own.is_free.clear()
-        monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
-        grades = grade_all(grader, list(COROUTINES[name]))
-        for (text, said), grade in zip(COROUTINES[name].items(), grades, strict=True):
-            graded = "correct" if text == "ok" else "wrong"
-            assert grade.outcome == ("timeout" if "no answer" in said else "error" if said else graded)
-            assert re.match(f"reward `{name}`: {said}" if said else "$", grade.detail), grade.detail
-        own.is_free.set()
-    gc.collect()
-    left = sorted(message for message in caplog.messages if "left behind" in message)
-    begin = "reward `leaves_task`: in a task left behind: "
-    errors = [message.removeprefix(begin).partition(": ")[0] for message in left]
-    assert errors == (["KeyboardInterrupt", "OSError", "SystemExit"] if name == "leaves_task" else [])
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_coroutine_that_blocks_the_event_loop_stops_the_run_with_its_name(
@@ -601,11 +594,13 @@ def test_a_coroutine_that_blocks_the_event_loop_stops_the_run_with_its_name(
 def test_a_reward_is_a_number_of_any_kind_up_to_a_limit() -> None:
     for value, number in ((1e15, 1e15), (-(10**15), -1e15), (True, 1.0), (Fraction(1, 4), 0.25), (np.float32(3), 3.0)):
         assert check_reward("a", value) == number
-    for beyond in (1.0000001e15, -1e300, 10**16, np.float64(1e16), float("inf"), float("-inf"), float("nan")):
+    for beyond in (1.0000001e15, -1e300, 10**400, np.float64(1e16), float("inf"), float("-inf"), float("nan")):
         with pytest.raises(
             ValueError, match=r"reward `a` must return a finite number, it returned .*the limit is 1e\+15"
         ):
             check_reward("a", beyond)
+    with pytest.raises(ValueError, match=r"must return a finite number, it returned '1\.0'$"):
+        check_reward("a", "1.0")
 
 
 REFUSED: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [

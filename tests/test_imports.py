@@ -1,18 +1,27 @@
-"""The house rules that a program can check: who may import whom, and what must stay quick to import and readable."""
+"""The house rules that a program can check: who may import whom, what is quick to import, readable and small."""
 
 import ast
+import io
+import math
 import re
 import subprocess
 import sys
+import tokenize
+import tomllib
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from srtrl.recipe.fields import fields_of, section_in
+from srtrl.recipe.file import read_yaml
+from srtrl.recipe.schema import Recipe
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "srtrl"
 README = REPOSITORY / "README.md"
+PROJECT = REPOSITORY / "pyproject.toml"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "transformers", "transformers.models.auto", "accelerate"),
@@ -72,6 +81,33 @@ NAMES_OF_FEATURES = (
     "features/",
     "srtrl.features",
 )
+
+NOT_CODE = (
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+)
+NOT_IN_A_RECIPE = {
+    "output_dir": "where a run goes is not the recipe's business: a user gives it",
+    "model.tokenizer": "of policies whose folder has none (docs/logging.md)",
+    "model.lora.targets": "to be removed: no recipe needs it",
+    "model.lora.base": "memory of a GPU: the planner proposes it (docs/lora.md)",
+    "grading.timeout_seconds": "a judge or a verifier that takes longer (docs/grading.md)",
+    "rollout.stop_strings": "of policies that were not trained to end (docs/tools.md)",
+    "rollout.drafter_options": "a drafter of one's own (docs/extending.md)",
+    "rollout.draft_head.hidden": "to be removed: no recipe needs it",
+    "rollout.run_ahead_max_slowdown": "turns run-aheads off (docs/speculation.md)",
+    "rollout.kv_memory_gib": "what to lower where memory is short (docs/gpu.md)",
+    "rollout.cuda_graphs": "stays until a GPU has run (docs/performance.md)",
+    "algorithm.advantage_options": "an advantage of one's own (docs/extending.md)",
+    "algorithm.filter_options": "a filter of one's own (docs/extending.md)",
+    "train.sharding": "several GPUs (docs/ranks.md)",
+    "train.attention": "stays until a GPU has run (docs/performance.md)",
+    "train.max_logprob_difference": "what to raise for a policy that rounds more (docs/exactness.md)",
+    "eval.before_and_after": "saves two evaluations (docs/evaluation.md)",
+    "log.trackers": "needs packages of the user's choice (docs/logging.md)",
+    "log.project": "needs a tracker (docs/logging.md)",
+}
+"""Options that no recipe in `recipes/` sets, each with its reason, and the page that has it."""
 
 
 def module_name(path: Path) -> str:
@@ -215,5 +251,66 @@ def test_files_and_functions_stay_readable() -> None:
     assert not too_long
 
 
+def code_lines(path: Path) -> int:
+    """Lines of a file without blank ones, comments and docstrings (strings that stand alone)."""
+    text = path.read_text(encoding="utf-8")
+    strings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - strings)
+
+
+def sizes() -> dict[str, int]:
+    """Code lines of each package (`root`: the files of srtrl/ itself), of the plain core, of tests/ and of docs/."""
+    groups = {"root": [*PACKAGE.glob("*.py")]}
+    groups |= {path.parent.name: [*path.parent.rglob("*.py")] for path in sorted(PACKAGE.glob("*/__init__.py"))}
+    groups["core"] = [path for package in PLAIN_CORE for path in groups[package]]
+    groups |= {name: [*(REPOSITORY / name).rglob("*.py")] for name in ("tests", "docs")}
+    return {name: sum(map(code_lines, paths)) for name, paths in groups.items()}
+
+
+def with_budgets(project: str) -> str:
+    """The text of pyproject.toml with the budgets of what is reached: 1% more, at least 10 lines."""
+    rows = [f"{name} = {max(lines + 10, math.ceil(1.01 * lines))}" for name, lines in sizes().items()]
+    return re.sub(r"(?<=^\[tool\.srtrl\.budgets\]\n)(\w+ = \d+\n)*", "\n".join([*rows, ""]), project, flags=re.M)
+
+
+def test_no_part_has_more_code_lines_than_its_budget() -> None:
+    """The budgets are a table in pyproject.toml; `python tests/test_imports.py` writes those of what is reached."""
+    budgets, lines = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["srtrl"]["budgets"], sizes()
+    assert budgets.keys() == lines.keys(), "tool.srtrl.budgets: a part is missing, or is there no more"
+    exceeded = [
+        f"{part}: {lines[part]} code lines, budget {most}" for part, most in budgets.items() if lines[part] > most
+    ]
+    advice = "remove what is not needed; a commit that raises a budget says what it bought"
+    assert not exceeded, f"{'; '.join(exceeded)} (tool.srtrl.budgets in pyproject.toml): {advice}"
+
+
+def test_every_option_is_set_by_a_recipe_or_has_a_reason() -> None:
+    recipes = [read_yaml(path.read_text(encoding="utf-8"), path.name) for path in REPOSITORY.glob("recipes/*.yaml")]
+    keys = {re.sub(r"\.\d+\.", ".N.", key) for _, lines in recipes for key in lines}
+    options = {key for key, field in fields_of(Recipe).items() if not section_in(field.annotation)}
+    assert options - keys - NOT_IN_A_RECIPE.keys() == set(), "set it in a recipe, or give the reason above"
+    assert NOT_IN_A_RECIPE.keys() - (options - keys) == set(), "a recipe sets it, or there is no such option"
+    for key, reason in NOT_IN_A_RECIPE.items():
+        pages = [REPOSITORY / page for page in re.findall(r"docs/\w+\.md", reason)]
+        name = key.rpartition(".")[2]
+        assert all(name in page.read_text(encoding="utf-8") for page in pages), f"{key}: its page does not name it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_fault_of_the_table_is_seen() -> None:
+    from mutations import unseen_faults
+
+    assert unseen_faults() == []
+
+
 if __name__ == "__main__":
+    PROJECT.write_text(with_budgets(PROJECT.read_text(encoding="utf-8")), encoding="utf-8")
     README.write_text(with_counts(README.read_text(encoding="utf-8"))[0], encoding="utf-8")
