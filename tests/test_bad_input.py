@@ -58,6 +58,7 @@ generate gone --prompt 1 => gone/tokenizer.json: a link to nowhere, which is not
 generate length --prompt 1 => length: transformers reads no tokenizer from this folder: '>' not supported between
 generate calls --prompt 1 --chat => the tokenizer's chat template refuses: maximum recursion depth exceeded (Recurs
 generate number --prompt 1 --chat => the tokenizer's chat template refuses: Can't compile non template nodes (TypeErr
+generate wordless --prompt 1 => wordless: no tokenizer in this folder; expected one of tokenizer.json
 generate words --prompt x => the tokenizer refuses the prompts: WordLevel error: Missing [UNK] token
 generate half --prompt 1 --chat => the text of the prompt '0' has half of a surrogate pair, which is no character
 generate named --prompt 1 --chat => the tokenizer's chat templates are rag, tool_use, without a default: set task.opt
@@ -120,6 +121,11 @@ CHECK PROMPTS eval.every_steps=2 => task.options.eval: task prompts has no held-
 CHECK PROMPTS eval.before_and_after=true => task.options.eval: task prompts has no held-out problems
 CHECK PROMPTS rollout.max_prompt_tokens=1 => task.options.train: 1 of 1 prompts are longer than
 CHECK PROMPTS task.options.prompt_field=text => prompts.jsonl:1: no field `text`; its fields are prompt
+CHECK PROMPTS 'rewards=[{name: correct}]' => rewards.0.name: `correct` (the default) asks whether a completion is
+CHECK PROMPTS algorithm.filters=[drop_all_right_or_wrong] => algorithm.filters.0: drop_all_right_or_wrong asks
+CHECK PROMPTS 'task.options.train.files=[promts.jsonl]' => task.options.train.files.0: no file promts.jsonl (in /
+CHECK PROMPTS 'task.options.train.files=[promts.jsonl]' => did you mean `prompts.jsonl`?
+CHECK PROMPTS 'task.options.train.files=[rows.jsonl, rows.jsonl]' => train.files.1: rows.jsonl is listed twice
 CHECK 'task={name: "flawed:Bare"}' => task.name: `flawed:Bare` is no task, it lacks `Options`, `check_options`:
 CHECK 'task={name: "flawed:Slim"}' => lacks `train_prompts`, `eval_prompts`, `load_report`, `verifier`, `solution`
 CHECK 'task={name: "flawed:Short"}' => task.name: raised TypeError: Short.__init__() got an unexpected keyword argument
@@ -434,7 +440,8 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     (folder / "folder").mkdir()
     for name in ("run", "foreign", "holes", "quiet", "silent"):
         shutil.copytree(finished(train__num_steps=2), folder / name)
-    for name in ("merges", "chat", "nested", "piped", "gone", "length", "lacking", "words", *TEMPLATES, *MODELS):
+    damaged = ("merges", "chat", "nested", "piped", "gone", "length", "lacking", "words", "wordless")
+    for name in (*damaged, *TEMPLATES, *MODELS):
         shutil.copytree(policy, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -458,6 +465,7 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
     (folder / "lacking" / "model.safetensors").rename(folder / "lacking" / "pytorch_model.bin")
+    (folder / "wordless" / "tokenizer.json").unlink()
     (folder / "nested" / "config.json").write_text("[" * 100_000)
     words = {"type": "WordLevel", "vocab": {"1": 0}, "unk_token": "<unk>"}
     change_json(folder / "words" / "tokenizer.json", model=words)
