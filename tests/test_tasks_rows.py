@@ -97,18 +97,10 @@ MATH_ROWS: list[tuple[dict[str, Any], Any, str]] = [
     (
         {"problem_field": "probelm"},
         ROW,
-        "no field `probelm`, did you mean `problem`?; its fields are problem, answer, solution",
+        "no field `probelm`, did you mean `problem`?; its fields are problem, answer, ",
     ),
-    (
-        {},
-        {"question": "1+1?", "answer": "2"},
-        "its fields are question, answer: set task.options.problem_field: question (or",
-    ),
-    (
-        {},
-        {"prompt": [USER], "answer": "2"},
-        "its fields are prompt, answer: set task.options.problem_field: prompt (or",
-    ),
+    ({}, {"question": "1+1?", "answer": "2"}, "are question, answer: set task.options.problem_field: question (or"),
+    ({}, {"prompt": [USER], "answer": "2"}, "are prompt, answer: set task.options.problem_field: prompt (or"),
     ({}, {"problem": "a", "x": "2"}, "its fields are problem, x: set task.options.answer_field to one of them (or"),
     *(({}, {**ROW, name: IMAGE}, f"field `{name}` holds something, and a policy") for name in ("images", "videos")),
     *((BOXED, ROW | {"solution": text}, "no answer: `solution` has no ") for text in ("\\boxed{1", "\\boxed{ }", "1")),
@@ -132,11 +124,7 @@ PROMPT_ROWS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, {"prompt": [{"role": "user"}]}, "field `prompt.0.content` must be a text or a number, it is NoneType"),
     ({}, {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "field `prompt.0.content` must be a text or"),
     ({}, {"prompt": TURNS[:2]}, "the last message of `prompt` must be the user's, it is of the role assistant"),
-    (
-        {},
-        {"messages": [USER], "target": 1},
-        "its fields are messages, target: set task.options.prompt_field: messages (or",
-    ),
+    ({}, {"messages": [USER], "target": 1}, "are messages, target: set task.options.prompt_field: messages (or"),
     ({}, {"words": "Hi?"}, "its fields are words: set task.options.prompt_field to one of them (or"),
     ({"prompt_template": "Make {targt}."}, {"target": 7}, "no field `targt`, did you mean `target`?"),
     (
@@ -390,50 +378,17 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
 # --- The verifier -----------------------------------------------------------------------------------------------------
 
 
-VERDICTS = [
-    ("so \\boxed{\\frac{1}{2}}", "0.5", True),
-    ("I get \\boxed{3}. That was wrong: the result is \\boxed{4}.", "4", True),
-    ("\\boxed{3} or \\boxed{4}", "4", False),
-    ("$\\boxed{3}$ and $\\boxed{4}$", "3, 4", True),
-    ("we have 1\n#### 1,234", "1234", True),
-    ("4 + 2 = $<<4+2=6.00>>6.00\n#### 6", "6", True),
-    ("**Answer:** $x = 42$", "42", True),
-    ("The final answer is $\\sqrt{2}/2$.", "\\frac{1}{\\sqrt{2}}", True),
-    ("it is 12 apples and 30 pears, 42", "42", True),
-    ("no idea", "42", False),
-    ("\\boxed{42", "43", False),
-    ("\\boxed{10\\%}", "10\\%", True),
-    ("\ud800 \\boxed{5}", "5", True),
-    ("work\n#### \\sqrt{51}", "\\sqrt{51}", True),  # LaTeX without dollar signs
-    ("work\n#### \\frac{3}{4}", "0.75", True),
-    ("work\n#### \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
-    ("work\n#### Evelyn", "\\text{Evelyn}", True),
-    ("work\n#### \\sqrt{52}", "\\sqrt{51}", False),
-    ("Answer: 3\\sqrt{13}", "\\sqrt{117}", True),
-    ("**Final Answer:** \\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)", True),
-    ("Answer: 7\nso \\boxed{8}", "8", True),
-    ("<think>1</think>\n<answer>42</answer>", "42", True),  # DeepSeek-R1's format
-    ("<answer>so \\boxed{6}</answer>", "6", True),
-    ("<answer>42</answer> or 43", "43", True),  # not at the end, so not marked
-    ("\\boxed{5 dollars}", "5", True),  # words behind a number
-    ("\\boxed{5 sin x}", "5", False),
-    (f"\\boxed{{{'(' * 99}5{')' * 99}}}", "5", False),  # absurd: too deep, too long
-    (f"\\boxed{{5{'+0' * 999}}}", "5", False),
-    (f"\\boxed{{{'(' * 5}5{')' * 5}}}", "5", True),
-    ("\\boxed{28\\,800}", "28800", True),  # groups of digits
-    ("\\fbox{7}", "7", True),
-    ("\\boxed{221, 8}", "221,$8", True),  # a stray dollar sign in the reference (OlympiadBench)
+HOSTILE = [
+    ("\ud800 \\boxed{5}", True),
+    (f"\\boxed{{{'(' * 99}5{')' * 99}}}", False),  # absurd: too deep, too long
+    (f"\\boxed{{5{'+0' * 999}}}", False),
+    pytest.param(f"\\boxed{{{'(' * 29}5{')' * 29}}}", True, marks=pytest.mark.slow),  # brackets take quadratic time
 ]
 
 
-def test_verifier() -> None:
-    for text, answer, correct in VERDICTS:
-        assert is_correct(text, answer) is correct, text
-
-
-@pytest.mark.slow  # brackets take quadratic time
-def test_the_deepest_answer_that_is_read() -> None:
-    assert is_correct(f"\\boxed{{{'(' * 29}5{')' * 29}}}", "5")
+@pytest.mark.parametrize(("text", "correct"), HOSTILE, ids=["surrogate", "too deep", "too long", "deepest"])
+def test_the_verifier_takes_any_text(text: str, correct: bool) -> None:
+    assert is_correct(text, "5") is correct
 
 
 def test_a_worker_imports_the_verifier_without_torch() -> None:
