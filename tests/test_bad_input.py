@@ -38,7 +38,6 @@ generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Fac
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
 generate merges --prompt 1 => merges: transformers reads no tokenizer from this folder: Token `a` out of vocabulary
-generate text --prompt 1 => text/config.json: vocab_size is 'x'; expected an integer from 1 to 1,048,576
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
 generate dora --prompt 1 => dora/adapter_config.json: use_dora is True, supported: False
 generate other --prompt 1 => other: tensor model.layers.0.self_attn.k_proj.lora_B has shape [32, 32]; by rank
@@ -52,7 +51,6 @@ generate alpha --prompt 1 => alpha/adapter_config.json: lora_alpha is nan; expec
 generate zero --prompt 1 => zero/adapter_config.json: r is 0; expected a number above 0
 generate rank --prompt 1 => rank: tensor model.layers.0.self_attn.q_proj.lora_A has shape [32, 32]; by rank 8 and ./pol
 generate nested --prompt 1 => nested/config.json: no readable JSON: maximum recursion depth exceeded
-generate base --prompt 1 => base/config.json: rope_theta is 'x'; expected a number from 1e-12 to
 generate piped --prompt 1 => piped/generation_config.json: a pipe, a socket or a device; expected a regular file
 generate gone --prompt 1 => gone/tokenizer.json: a link to nowhere, which is not there
 generate length --prompt 1 => length: transformers reads no tokenizer from this folder: '>' not supported between
@@ -315,12 +313,6 @@ ABBREVIATIONS = {
     """,
     "PARTIAL": "rollout.mode=partial algorithm.old_logprobs=recompute",
 }
-MODELS: dict[str, dict[str, object]] = {
-    "text": {"vocab_size": "x"},
-    "end": {"eos_token_id": 10**12},
-    "base": {"rope_theta": "x"},
-}
-"""Folders of models with such values in their config."""
 ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "dora": ("./policy", "model.layers.0.self_attn.q_proj", {"use_dora": True}),
     "other": ("./policy", "model.layers.0.self_attn.k_proj", {}),
@@ -440,8 +432,8 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     (folder / "folder").mkdir()
     for name in ("run", "foreign", "holes", "quiet", "silent"):
         shutil.copytree(finished(train__num_steps=2), folder / name)
-    damaged = ("merges", "chat", "nested", "piped", "gone", "length", "lacking", "words", "wordless")
-    for name in (*damaged, *TEMPLATES, *MODELS):
+    damaged = ("merges", "chat", "nested", "piped", "gone", "length", "lacking", "words", "wordless", "end")
+    for name in (*damaged, *TEMPLATES):
         shutil.copytree(policy, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -472,8 +464,7 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     change_json(folder / "length" / "tokenizer_config.json", model_max_length="x")
     for name, template in TEMPLATES.items():
         change_json(folder / name / "tokenizer_config.json", chat_template=template)
-    for name, values in MODELS.items():
-        change_json(folder / name / "config.json", **values)
+    change_json(folder / "end" / "config.json", eos_token_id=10**12)
     for name, (base, module, values) in ADAPTERS.items():
         tensors = {f"{module}.lora_{kind}": torch.zeros(32, 32) for kind in "AB"}
         save_adapter(Adapter(base=base, rank=32, alpha=1, tensors=tensors), folder / name)

@@ -82,6 +82,7 @@ CHOICES = {"choices_field": "choices"}
 LABELS = {"choices_field": "choices.text"}
 BOXED = {"answer_field": "solution", "answer_boxed": True}
 IMAGE = [{"bytes": "aGk="}]
+NO_BOXES = ("1", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}")
 MATH_ROWS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, '{"problem": "a", ', "not JSON: "),
     ({}, b'{"problem": "\xff", "answer": "2"}', "not JSON: 'utf-8' codec can't decode byte 0xff"),
@@ -102,8 +103,8 @@ MATH_ROWS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, {"question": "1+1?", "answer": "2"}, "are question, answer: set task.options.problem_field: question (or"),
     ({}, {"prompt": [USER], "answer": "2"}, "are prompt, answer: set task.options.problem_field: prompt (or"),
     ({}, {"problem": "a", "x": "2"}, "its fields are problem, x: set task.options.answer_field to one of them (or"),
-    *(({}, {**ROW, name: IMAGE}, f"field `{name}` holds something, and a policy") for name in ("images", "videos")),
-    *((BOXED, ROW | {"solution": text}, "no answer: `solution` has no ") for text in ("\\boxed{1", "\\boxed{ }", "1")),
+    *(({}, {**ROW, name: IMAGE}, f"field `{name}` holds something") for name in ("images", "image", "videos")),
+    *((BOXED, ROW | {"solution": text}, "no answer: `solution` has") for text in NO_BOXES),
     ({"answer_field": "solution", "answer_pattern": "#### (.+)"}, ROW, "no answer: `solution` has no "),
     (CHOICES, QUESTION | {"answer": 4}, "field `answer` must be a letter A to D or an index 0 to 3, it is '4'"),
     (CHOICES, QUESTION | {"answer": "13"}, "field `answer` must be a letter A to D"),

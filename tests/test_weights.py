@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -39,7 +38,6 @@ FIELDS: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.fixture
@@ -185,19 +183,6 @@ def test_what_a_config_asks_for_in_vain_is_refused_by_name(folder: Path) -> None
         with pytest.raises(ValueError, match=rf"config\.json: {message}"):
             _load(folder)
         (folder / "config.json").write_text(config)
-
-
-@pytest.mark.parametrize("rope", [{"type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 2.0}, None])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_configs_of_older_and_newer_transformers_mean_the_same(family: str, rope: dict[str, Any] | None) -> None:
-    old = FIELDS | {"model_type": family, "rope_theta": 5000.0, "rope_scaling": rope}
-    config = config_from_hf(old)
-    new: dict[str, Any] = AutoConfig.for_model(**deepcopy(old)).to_dict()
-    assert "rope_theta" not in new  # the newer layout indeed
-    assert config == config_from_hf(new)
-    num_pairs = len(config.layers[0].rope.frequencies)
-    slowest = config.layers[0].rope.frequencies[-1]  # that of theta 5000, stretched where the config asks for it
-    assert slowest == pytest.approx(5000.0 ** (1 / num_pairs - 1) / (rope or {}).get("factor", 1.0))
 
 
 def test_initial_weights_are_of_their_seed_alone() -> None:
