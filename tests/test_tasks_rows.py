@@ -553,4 +553,5 @@ def test_a_task_without_verifier_is_noticed_once_it_is_loaded(policy: Path, tmp_
     recipe = recipe_of(policy, tmp_path, task=task, rewards=[{"name": "correct"}])
     check_recipe(recipe)
     with pytest.raises(ValueError, match=r"^rewards\.0\.name: `correct` \(the default\) asks whether a completion is"):
-        load_task(recipe, byte_tokenizer())
+        run_training(recipe)
+    assert not (tmp_path / "runs").exists()
