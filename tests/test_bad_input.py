@@ -102,6 +102,8 @@ export run folder => folder exists and is not an empty folder: delete it, or
 bench rolout => No such command 'rolout'. Did you mean 'rollout'?
 bench rollout --slots 1,,2 => --slots: expected counts like 8,32,128, at most 65536, found
 bench rollout --drafters none,nome => --drafters: `nome` is not in srtrl/drafters/, did you mean
+replay garbage.parquet => garbage.parquet: cannot read this Parquet file after row 0
+replay folder => folder: no rows; expected rollouts
 replay empty.jsonl => empty.jsonl: no rows; expected rollouts as .jsonl or .parquet
 replay run --drafter os:system => --drafter: `os:system` is no drafter; expected a subclass of
 replay run --drafter-options min_score=2 => --drafter-options: min_score: should be less than 1, found 2
@@ -154,7 +156,6 @@ warm-start recipe.yaml 'warm_start={output: /proc/x}' => warm_start.output: /pro
 warm-start recipe.yaml 'warm_start={output: folder}' => warm_start.output: folder exists and is not empty; use
 warm-start recipe.yaml 'warm_start={output: link}' => warm_start.output: link exists and is not empty
 show-config pipe.yaml => pipe.yaml: a pipe, a socket or a device; expected a regular file
-show-config /dev/zero => /dev/zero: a pipe, a socket or a device; expected a regular file
 show-config gone.yaml => gone.yaml: a link to nowhere, which is not there
 train missing.yaml 'task.options={train: {files: [pipe.jsonl]}}' => train.files.0: pipe.jsonl: a pipe, a socket or a
 train missing.yaml 'task.options={train: {files: [gone.jsonl]}}' => train.files.0: gone.jsonl: a link to nowhere, which
