@@ -141,7 +141,8 @@ PROMPT_ROWS: list[tuple[dict[str, Any], Any, str]] = [
 def test_a_row_that_cannot_be_used_is_named_with_its_reason_or_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, source = tmp_path / "rows.jsonl", {"files": [str(tmp_path / "rows.jsonl")]}
+    file = tmp_path / "rows.jsonl"
+    source: dict[str, Any] = {"files": [str(file)]}
     cases = [(math.Task, *row) for row in MATH_ROWS] + [(prompts.Task, *row) for row in PROMPT_ROWS]
     for task, options, row, reason in cases:
         write_rows(file, ["", row if "id_field" in options else "", row])
