@@ -1,7 +1,6 @@
 """The command line: what reaches the functions behind it, what it prints, and how it fails."""
 
 import errno
-import importlib
 import os
 import re
 import shlex
@@ -20,7 +19,6 @@ from recipe_cases import recipe_text
 from tiny_run import make_checkpoint
 from typer.testing import CliRunner
 
-import srtrl
 from srtrl import __version__
 from srtrl.checks import check_recipe
 from srtrl.cli import app
@@ -103,17 +101,6 @@ def test_resume_finds_a_run_by_its_name(
     near = "mien: cannot read the recipe: No such file or directory, did you mean `mine`?"
     assert near in run("train", "mien", "--resume").stderr
     assert "its recipe is runs/mine/recipe.yaml" in run("train", "mine").stderr
-
-
-def test_torchs_allocator_is_configured_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That torch is not imported before it: test_imports.py."""
-    given: dict[str, str]
-    for given in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}):
-        environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")} | given
-        monkeypatch.setattr(os, "environ", environment)
-        importlib.reload(srtrl)
-        expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
 
 
 def test_interrupts_and_errors_of_the_system_are_one_line_and_bugs_a_traceback(

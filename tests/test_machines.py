@@ -1,6 +1,7 @@
 """Machines on which srtrl cannot run say so in a message, and one without a writable home folder has a cache."""
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tiny_run import make_recipe
 
+import srtrl
 from srtrl import build, caches
 from srtrl.caches import cache_folders
 from srtrl.cuda import compiler
@@ -52,13 +54,24 @@ def test_a_machine_without_a_compiler_is_refused_before_the_first_rollout(
         compiler.check_triton()
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [({}, "AUTO,STRICT"), ({"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"), ({"MKL_CBWR": ""}, "")]
-)
-def test_the_rounding_of_products_is_set_unless_the_user_has_set_it(given: dict[str, str], expected: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | given
-    command = [sys.executable, "-c", "import os, srtrl; print(os.environ['MKL_CBWR'])"]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout[:-1] == expected
+USERS: list[dict[str, str]] = [
+    {},
+    {"MKL_CBWR": "COMPATIBLE", "PYTORCH_CUDA_ALLOC_CONF": "a", "GOMP_SPINCOUNT": "7"},
+    {"MKL_CBWR": "", "PYTORCH_ALLOC_CONF": "b", "OMP_WAIT_POLICY": "active"},
+]
+
+
+@pytest.mark.parametrize("given", USERS)
+def test_variables_of_libraries_are_set_unless_the_user_has(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That torch is not imported before it: test_imports.py."""
+    of_libraries = ("MKL_", "PYTORCH_", "GOMP_", "OMP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(of_libraries)} | given
+    monkeypatch.setattr(os, "environ", environment)
+    importlib.reload(srtrl)
+    ours = {"MKL_CBWR": "AUTO,STRICT", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "GOMP_SPINCOUNT": "10000"}
+    assert {name: value for name, value in environment.items() if name.startswith(of_libraries)} == (given or ours)
 
 
 INHERITED = f"kernels/srtrl-{'0123' * 4}"

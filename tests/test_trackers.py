@@ -98,13 +98,3 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(
     assert str(caught.value).endswith(
         f"{name} is not installed, or accelerate has no such tracker; available here: none; to install it: {command}"
     )
-
-
-def test_tensorboard_gets_metrics_and_the_recipe(policy: Path, tmp_path: Path) -> None:
-    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
-    result = train(make_recipe(policy, tmp_path, log__trackers=["tensorboard"], **SHORT))
-    [file] = (result.folder / "tensorboard").rglob("events.*")  # one run in its list, not a further one for the recipe
-    events = reader.EventAccumulator(str(file)).Reload()
-    [recipe] = events.Tensors("recipe/text_summary")
-    assert "    name: run\n" in recipe.tensor_proto.string_val[0].decode()
-    assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}
