@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from rank_cases import CONTEXT
 
 from srtrl.build import run_training
 from srtrl.recipe.schema import Recipe
-from srtrl.run import checkpoint
 from srtrl.trainer.sampling import RolloutContext
 from srtrl.trainer.trainer import Trainer
 
@@ -22,8 +22,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_at_call(owner: Any, name: str, number: int, *, after: bool = False) -> None:
-    """Let call `number` (from 1) of `owner.name` kill the process, before or after the call's own work."""
+def die_at_call(place: str, number: int, *, after: bool = False) -> None:
+    """Let call `number` (from 1) of `place`, a dotted name, kill the process, before or after the call's own work."""
+    owner_name, _, name = place.rpartition(".")
+    owner = resolve_name(owner_name)
     original = getattr(owner, name)
     calls = 0
 
@@ -69,15 +71,10 @@ def kill_in_update(step: int, num_optimizer_steps: int) -> None:
         nonlocal num_updates
         num_updates += 1
         if num_updates == step:
-            die_at_call(torch.optim.AdamW, "step", num_optimizer_steps, after=True)
+            die_at_call("torch.optim.AdamW.step", num_optimizer_steps, after=True)
         return assign_credit(*arguments)
 
     setattr(Trainer, "assign_credit", counted)  # noqa: B010
-
-
-def kill_in_checkpoint(number: int) -> None:
-    """While checkpoint `number` is written: all its files are there but the manifest."""
-    die_at_call(checkpoint, "_write_manifest", number)
 
 
 def run_child(recipe: Recipe, resume: bool, prepare: Prepare | None) -> None:

@@ -7,11 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import safetensors.torch
 import torch
 from killed_runs import die_at_call
 from rank_cases import FORKED, run_ranks
@@ -31,13 +31,9 @@ pytestmark = FORKED
 SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every": 1}
 
 
-def die_in_step() -> None:
-    die_at_call(Trainer, "assign_credit", 3)
-
-
-def die_in_checkpoint() -> None:
-    """The second one, when the other rank writes as well."""
-    die_at_call(safetensors.torch, "save", 2)
+DIES_IN_STEP = partial(die_at_call, "srtrl.trainer.trainer.Trainer.assign_credit", 3)
+DIES_IN_CHECKPOINT = partial(die_at_call, "safetensors.torch.save", 2)
+"""The second one, when the other rank writes as well."""
 
 
 def interrupt_twice() -> None:
@@ -66,7 +62,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "kill"), [(0, die_in_step), (1, die_in_step), (1, die_in_checkpoint)])
+@pytest.mark.parametrize(("killed", "kill"), [(0, DIES_IN_STEP), (1, DIES_IN_STEP), (1, DIES_IN_CHECKPOINT)])
 def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
     policy: Path, finished: Callable[..., Path], tmp_path: Path, killed: int, kill: Callable[[], None]
 ) -> None:

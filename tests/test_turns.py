@@ -1,4 +1,4 @@
-"""Samples of several turns: how they are decoded, and how long a tool takes, changes no token."""
+"""Samples of several turns, some with a prefix: how they are decoded, and a tool's time, change no token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, Response
 
 MAX_TURNS = 4
 
@@ -33,6 +33,13 @@ def turn_requests(num_samples: int = 2, max_new_tokens: int = 60) -> list[Reques
         replace(one, has_turns=True, sampling=replace(one.sampling, end_token_ids=(0, 5), stop_strings=("B", "CD")))
         for one in requests_for(num_samples=num_samples, max_new_tokens=max_new_tokens)
     ]
+
+
+def begun(request: Request, whole: Response, random: np.random.Generator) -> Request:
+    """The request with a part of its response as prefix, or none; it ends in a turn, or after an observation."""
+    ends = [stop for _, stop in whole.extensions] if request.sample_index == 0 else []
+    length = int(random.choice([0, *(ends or whole.sampled)]))
+    return replace(request, prefix=whole.cut(length) if length else None)
 
 
 def observation(completion: Completion) -> list[int]:
@@ -146,11 +153,16 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
     drafter = drafter_class(**known) if drafter_class else None
     engine = Engine(policy, turn_options(**changes), tokenizer=Letters(), drafter=drafter)
     requests = data.draw(st.permutations(turn_requests()), "order")[:5]
+    if data.draw(st.sampled_from([True, False]), "prefixes"):
+        random = np.random.default_rng(data.draw(st.integers(0, 9), "seed"))
+        requests = [begun(one, truth[one.draw_index, one.sample_index].response, random) for one in requests]
     for seed in (1, 2):  # the second time drafters know all, and nothing of the first time is left in the engine
         delays = np.random.default_rng(seed) if data.draw(st.sampled_from([True, False]), "delays") else None
         found = converse(engine, requests, delays)
         assert outputs(found) == outputs({key: truth[key] for key in found})
         assert all(one.response.extensions == truth[key].response.extensions for key, one in found.items())
+        num_sampled = sum(len(completion.newly_sampled) for completion in found.values())
+        assert engine.take_metrics()["engine/tokens"] == num_sampled, "sampled twice"
         engine.end_step(has_new_weights=True)
         requests = requests[::-1]
 
@@ -212,8 +224,17 @@ def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer,
     assert num_prefill[0] > num_prefill[1]
 
 
-def test_what_cannot_be_extended_is_refused(cases: list[tuple[Transformer, Completions]]) -> None:
-    engine = Engine(cases[0][0], turn_options(), tokenizer=Letters())
+def test_what_cannot_be_extended_or_continued_is_refused(cases: list[tuple[Transformer, Completions]]) -> None:
+    policy, truth = cases[0]
+    engine = Engine(policy, turn_options(), tokenizer=Letters())
+    whole = next(one for one in truth.values() if one.response.extensions)
+    length = len(whole.response.token_ids)
+    limited = replace(whole.request.sampling, max_new_tokens=length)
+    with pytest.raises(ValueError, match=f"found {length}$"):
+        engine.check_request(replace(whole.request, sampling=limited, prefix=whole.response))
+    foreign = replace(whole.response, token_ids=whole.response.token_ids + 40)
+    with pytest.raises(ValueError, match="is not in the vocabulary"):
+        engine.check_request(replace(whole.request, prefix=foreign))
     generated = engine.generate(turn_requests()[:1])
     completion = next(generated)
     room = 60 - len(completion.response.token_ids) - 1
