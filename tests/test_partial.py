@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import make_response, options, tiny_policy
-from environment_cases import TOKENIZER, Ledger, section_of
+from environment_cases import TOKENIZER, Ledger, grader_of, section_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rank_cases import FORKED, run_ranks
 from rollout_cases import make_group
-from test_rank_rollouts import grader_of
 from tiny_run import make_recipe
 
 from srtrl import build

@@ -13,8 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from engine_cases import options, requests_for, tiny_policy
-from environment_cases import TOKENIZER, Digits, section_of
-from test_rank_rollouts import PROMPTS, collector_of, grader_of
+from environment_cases import PROMPTS, TOKENIZER, Digits, collector_of, grader_of, section_of
 from tiny_run import make_recipe
 
 from srtrl import build, ranks
