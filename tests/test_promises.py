@@ -64,6 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout__run_ahead_max_slowdown": None,
         "rollout__slots": 5,
     },
+    "a draft head": {"rollout__draft_head": HEAD["rollout__draft_head"], "rollout__draft_budget": 6},
     "no drafts": {"rollout__drafter": "none", "rollout__draft_head": None, "rollout__slots": 64},
     "every run-ahead": {
         "rollout__draft_budget": 8,
@@ -122,6 +123,7 @@ DEFAULT = {
 ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LIMITS, ("tools",)),
     **dict.fromkeys(OTHER_KILLS, ("grpo",)),
+    "a draft head": tuple(RECIPES.keys() - {"head"}),
     "two sharded ranks": tuple(RECIPES.keys() - {"lora"}),
 }
 """Disturbances of these recipes alone."""
