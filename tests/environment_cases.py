@@ -69,8 +69,8 @@ class PlainTask:
     verifier = None
 
 
-def grader_of(reward: str = "environment", kind: type[Grader] = Grader) -> Grader:
-    return kind(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
+def grader_of(reward: str = "environment") -> Grader:
+    return Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
 
 
 def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **options: Any) -> Collector:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from environment_cases import LEDGER
-from killed_runs import die_at_call, kill_in_rollout, kill_in_update, train_until_killed
+from killed_runs import die_at_call, kill_in_rollout, kill_in_update
 from rank_cases import FORKED
-from rank_runs import assert_close_runs, train_on_ranks
+from rank_runs import assert_close_runs, train_on_ranks, train_until_killed
 from tiny_run import DAPO, HEAD, PAGE_GIB, PPO, assert_same_run, make_recipe, train
 
 from srtrl.metrics import read_metrics

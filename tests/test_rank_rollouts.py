@@ -1,6 +1,5 @@
 """Rollouts of several ranks are those of one, whatever each of them decodes; how they deal, claim and wait."""
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from engine_cases import options, requests_for, tiny_policy
@@ -34,9 +33,8 @@ from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
-from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
-from srtrl.types import Completion, Grade, Request, Rollout
+from srtrl.types import Completion, Request, Rollout
 
 pytestmark = FORKED
 
@@ -45,13 +43,8 @@ def half_tokens(sample: RewardInput) -> float:
     return sample.num_tokens / 2
 
 
-class BrokenGrader(Grader):
-    """Fails on rank 1."""
-
-    def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("a grading worker did not start")
-        return super().collect(tickets)
+def no_space(*_: object) -> NoReturn:
+    raise OSError(28, "No space left")
 
 
 @batched
@@ -71,13 +64,12 @@ class Case:
     drafter: type[DrafterBase] = SrtDrafter
     is_dynamic: bool = False
     reward: str = "half_tokens"
-    grader: type[Grader] = Grader
     slow_rank: int = 1
     """It sleeps a random time before each decode step."""
     steps_ahead: int = 0
     """Rank 1 makes its first step when rank 0 has decoded all other samples, and as many steps for run-aheads."""
-    error: Exception | None = None
-    """Rank 1 raises it in a decode step."""
+    broken: str = ""
+    """Of rank 1: the method of the engine or of the grader that raises."""
 
 
 @dataclass(kw_only=True)
@@ -124,7 +116,9 @@ def rollouts(case: Case) -> Found:
         policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter(), background=RUN_AHEAD
     )
     found, draws = Found(), list(enumerate(PROMPTS))
-    with grader_of(f"{__name__}:{case.reward}", case.grader) as grader, Turns(TOKENIZER) as turns:
+    with grader_of(f"{__name__}:{case.reward}") as grader, Turns(TOKENIZER) as turns:
+        if case.broken and ranks.index() == 1:
+            setattr(engine if case.broken == "step" else grader, case.broken, no_space)
         for _ in range(2):
             collector = collector_of(grader, turns, num_samples=case.num_samples)
             collector.on_progress = lambda num_done, _: found.progress.append(num_done)
@@ -163,8 +157,6 @@ def contents(rollout: Rollout) -> tuple[Any, ...]:
 def before_step(engine: Engine, share: Share, case: Case) -> None:
     if ranks.count() == 1:
         return
-    if case.error is not None and ranks.index() == 1 and engine.stats.num_steps == 5:
-        raise case.error
     if ranks.index() == case.slow_rank:
         time.sleep(0.008 * random.random())
     if case.steps_ahead and ranks.is_main():
@@ -237,20 +229,16 @@ def test_a_sample_follows_the_run_ahead_of_another_rank() -> None:
 
 
 def fail(case: Case) -> str:
-    with pytest.raises((RuntimeError, OSError)) as caught:
+    with pytest.raises((RankError, OSError)) as caught:
         rollouts(case)
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "case"),
-    [
-        ("OSError", "[Errno 28] No space left", Case(error=OSError(28, "No space left"), slow_rank=0)),
-        ("RuntimeError", "a grading worker did not start", Case(grader=BrokenGrader, is_dynamic=True, slow_rank=0)),
-    ],
-)
-def test_all_ranks_end_at_once_where_one_fails_and_say_which(error: str, message: str, case: Case) -> None:
-    assert run_ranks(2, fail, case) == [f"RankError: rank 1 of 2: {message}", f"{error}: {message}"]
+@pytest.mark.parametrize("broken", ["step", "collect"])
+def test_all_ranks_end_at_once_where_one_fails_and_say_which(broken: str) -> None:
+    case = Case(broken=broken, is_dynamic=broken == "collect", slow_rank=0)
+    message = "[Errno 28] No space left"
+    assert run_ranks(2, fail, case) == [f"RankError: rank 1 of 2: {message}", f"OSError: {message}"]
 
 
 # --- Rules, without processes ----------------------------------------------------------------------------------------

@@ -116,23 +116,21 @@ def test_run_aheads_wait_breadth_first_end_after_a_turn_and_each_rank_begins_wit
 
 
 @pytest.mark.parametrize(
-    ("changes", "runs_ahead"),
+    ("name", "value", "runs_ahead"),
     [
-        ({}, True),
-        ({"rollout__draft_budget": 8}, True),
-        ({"rollout__draft_budget": 0}, False),
-        ({"rollout__drafter": "ngram"}, False),
-        ({"rollout__drafter": "none"}, False),
-        ({"rollout__run_ahead_max_slowdown": None}, False),
+        ("draft_budget", 8, True),
+        ("draft_budget", 0, False),
+        ("drafter", "ngram", False),
+        ("drafter", "none", False),
+        ("run_ahead_max_slowdown", None, False),
     ],
 )
 def test_there_are_run_aheads_where_drafts_come_from_them_and_they_are_allowed(
-    changes: dict[str, Any], runs_ahead: bool, tmp_path: Path
+    name: str, value: object, runs_ahead: bool, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(Path("none"), tmp_path, **changes)
-    assert isinstance(
-        build.build_background(recipe, build.build_drafter(recipe)), partial if runs_ahead else type(None)
-    )
+    recipe = make_recipe(Path("none"), tmp_path, **{f"rollout__{name}": value})
+    background = build.build_background(recipe, build.build_drafter(recipe))
+    assert isinstance(background, partial) == runs_ahead
 
 
 @contextmanager
