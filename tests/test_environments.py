@@ -1,17 +1,16 @@
 """Conversations by hand: limits in their order, formats, errors, time, the record; the calculator."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from environment_cases import (
@@ -36,6 +35,7 @@ from environment_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from task_cases import wait_until
+from transformers import PreTrainedTokenizerBase
 
 from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
@@ -49,11 +49,6 @@ from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import warn_once
 from srtrl.rollout.turns import Answer
 from srtrl.types import Conversation, Prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from transformers import PreTrainedTokenizerBase
 
 CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
