@@ -7,7 +7,7 @@ from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -200,25 +200,17 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
     num_draws, earlier = 0, dict[SampleKey, Response]()
     for step, (num_prompts, min_complete, max_age, is_dynamic) in enumerate(changes, start=1):
         rollout = {"mode": "partial", "min_complete": min_complete, "max_age": max_age}
-        values = {f"rollout__{name}": value for name, value in rollout.items()}
+        values: dict[str, Any] = {f"rollout__{name}": value for name, value in rollout.items()}
         algorithm = {"filters": ["test_partial:is_correct"], "importance_cap": 2.0, "old_logprobs": "recompute"}
-        recipe = make_recipe(
-            Path(),
-            Path(),
-            **values,
-            rollout__num_prompts=num_prompts,
-            rollout__dynamic_sampling=is_dynamic,
-            algorithm=algorithm,
-            train__mini_batch_prompts=1,
-        )
+        values |= {"rollout__num_prompts": num_prompts, "rollout__dynamic_sampling": is_dynamic}
+        recipe = make_recipe(Path(), Path(), **values, algorithm=algorithm, train__mini_batch_prompts=1)
         engine: Any = SimpleNamespace(background=Background(), policy_version=step)
         context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
         sampler = PartialSampler(context, task)
         sampler.num_draws, sampler.earlier = num_draws, earlier
-        stub: Any = Counting()
         with mock.patch("srtrl.features.partial.collect_rollouts", collect):
-            collected = sampler.collect(step, stub)
+            collected = sampler.collect(step, cast(Any, Counting()))
         learned += [group.draw_index for group in collected.groups]
         num_draws, earlier = sampler.num_draws, sampler.earlier
         assert sorted([*learned, *(draw for draw, _ in earlier)]) == [*range(num_draws)], "twice, or lost"
