@@ -45,7 +45,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {**PPO, "model__dtype": "bfloat16"},
     "dapo": DAPO,
-    "tools": TOOLS | DYNAMIC,
+    "tools": {**TOOLS, "algorithm": RECOMPUTE},
+    "dynamic tools": TOOLS | DYNAMIC,
     "partial": PARTIAL,
     "partial with tools": PARTIAL | TOOLS,
     "spec_rl": SPEC_RL,
@@ -111,7 +112,7 @@ DEFAULT = {
     ("dapo", "killed in the rollout"),
     ("tools", "every run-ahead"),
     ("tools", "limit of partial"),
-    ("tools", "limit of spec_rl"),
+    ("dynamic tools", "limit of spec_rl"),
     ("partial", "three slots"),
     ("partial with tools", "killed in the checkpoint"),
     ("spec_rl", "few pages"),
@@ -121,7 +122,7 @@ DEFAULT = {
     ("ppo", "two sharded ranks"),
 }
 ALONE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LIMITS, ("tools",)),
+    **dict.fromkeys(LIMITS, ("tools", "dynamic tools")),
     **dict.fromkeys(OTHER_KILLS, ("grpo",)),
     "a draft head": tuple(RECIPES.keys() - {"head"}),
     "two sharded ranks": tuple(RECIPES.keys() - {"lora"}),

@@ -13,6 +13,7 @@ from page_cases import check_pages
 from trie_reference import continuations
 
 from srtrl.drafters.base import DrafterBase, Int64Array
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix_automaton import START_TOKEN
@@ -146,10 +147,23 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
         requests = requests[::-1]
 
 
+class NoiseDrafter(SrtDrafter):
+    """Checks that it knows the noise of the tokens that come next, in every turn."""
+
+    engine: Engine
+
+    def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
+        batch = self.engine.batch
+        assert (self._noise.rng_keys[slots] == batch.rng_keys[slots]).all()
+        assert (self._noise.positions[slots] == batch.num_tokens[slots] - batch.num_prompt_tokens[slots]).all()
+        return super().propose(slots, max_nodes, min_score)
+
+
 def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transformer, Completions]]) -> None:
     policy, truth = cases[0]
-    drafter = SrtDrafter()
+    drafter = NoiseDrafter()
     engine = Engine(policy, turn_options(num_pages=30), tokenizer=Letters(), drafter=drafter)
+    drafter.engine = engine
     steps = []
     for _ in range(2):
         converse(engine, turn_requests())
