@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
@@ -53,8 +54,9 @@ def start(
 
 def finish(processes: Sequence[BaseProcess], timeout: float = 100) -> list[int | None]:
     """The exit codes; those that have none after `timeout` seconds are killed, and the test fails."""
+    end = time.monotonic() + timeout
     for process in processes:
-        process.join(timeout)
+        process.join(max(0.0, end - time.monotonic()))
     hanging = [index for index, process in enumerate(processes) if process.exitcode is None]
     for index in hanging:
         processes[index].kill()

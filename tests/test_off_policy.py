@@ -44,7 +44,8 @@ def test_answers_do_not_pile_up_and_a_lower_limit_ends_what_is_longer(
         turns = [len(prefix.extensions) + 1 if "tools" in mode else 0 for prefix in earlier]
         assert [len(prefix.answers) for prefix in earlier] == turns
     run = Path(shutil.copytree(whole, tmp_path / "run"))
-    train(make_recipe(policy, tmp_path, **RECIPES[mode] | {"rollout__max_new_tokens": 9}), resume=True, from_step=2)
+    changes = {"rollout__max_new_tokens": 9, "rollout__draft_budget": 3, "rollout__run_ahead_max_slowdown": 0.5}
+    train(make_recipe(policy, tmp_path, **RECIPES[mode] | changes), resume=True, from_step=2)
     rows = [row for step in (3, 4) for row in pq.read_table(run / "rollouts" / f"step_00000{step}.parquet").to_pylist()]
     old = [row for row in rows if (row.get("policy_versions") or [9])[-1] < 2 and row["finish_reason"] == "length"]
     assert old
