@@ -15,18 +15,23 @@ import numpy as np
 from engine_cases import make_response
 from task_cases import wait_until
 
+from srtrl.build import choose_share
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
-from srtrl.recipe.schema import EnvironmentSection, Section
-from srtrl.rollout.turns import Answer
+from srtrl.recipe.schema import EnvironmentSection, GradingSection, RewardSection, Section
+from srtrl.rollout.collect import Collector
+from srtrl.rollout.turns import Answer, Turns
+from srtrl.tasks.grading import Grader
 from srtrl.types import Completion, Prompt, Request, SamplingParams
 
 END = 0
 """The end token of the bundled tokenizer."""
 TOKENIZER = load_tokenizer("bundled:tiny")
+END_TOKENS = (0, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 PROMPT = Prompt(prompt_id="p", text="Compute", token_ids=(1, 2), answer="4")
+PROMPTS = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(9)]
 
 
 def section_of(environment: type[EnvironmentBase], **changes: Any) -> EnvironmentSection:
@@ -56,6 +61,23 @@ def completion_of(
     extensions = (*before.response.extensions, *new) if before else ()
     response = make_response([*said, *turn], finish_reason=fields["finish_reason"], extensions=extensions)
     return Completion(request=request, response=response)
+
+
+class PlainTask:
+    """No verifier: rewards alone."""
+
+    verifier = None
+
+
+def grader_of(reward: str = "environment") -> Grader:
+    return Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
+
+
+def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **options: Any) -> Collector:
+    """Samples that often end early."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
+    defaults: dict[str, Any] = {"num_samples": 3, "seed": 3, "purpose": "train", "policy_version": 0}
+    return Collector(grader, turns, sampling=sampling, share=choose_share(), **defaults | options)
 
 
 def ask(conversations: EnvironmentTurns, completion: Completion, prompt: Prompt = PROMPT) -> Answer:

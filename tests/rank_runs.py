@@ -1,7 +1,9 @@
-"""Training runs on several ranks, each a process as a launcher starts it."""
+"""Training runs in processes of their own, and on several ranks, each a process as a launcher starts it."""
 
 import os
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,13 +29,44 @@ def weight(sample: RewardInput) -> float:
 def body(
     recipe: Recipe, variables: dict[str, str], resume: bool, prepare: Callable[[], None] | None, around: Around
 ) -> None:
-    """A rank, as the launcher starts it."""
+    """A process; `variables`: of a rank, as the launcher starts it."""
     torch.set_num_threads(1)
     os.environ |= variables
     if prepare is not None:
         prepare()
     with around():
         run_training(recipe, resume=resume)
+
+
+def start(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    prepare: Callable[[], None] | None = None,
+    around: Around = nullcontext,
+    **variables: str,
+) -> BaseProcess:
+    """Train in a process of its own, forked from a server that has imported everything; `around` is entered there."""
+    process = CONTEXT.Process(target=body, args=(recipe, variables, resume, prepare, around))
+    process.start()
+    return process
+
+
+def finish(processes: Sequence[BaseProcess], timeout: float = 100) -> list[int | None]:
+    """The exit codes; those that have none after `timeout` seconds are killed, and the test fails."""
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    hanging = [index for index, process in enumerate(processes) if process.exitcode is None]
+    for index in hanging:
+        processes[index].kill()
+    assert not hanging, f"these processes hang: {hanging}"
+    return [process.exitcode for process in processes]
+
+
+def train_until_killed(recipe: Recipe, prepare: Callable[[], None]) -> None:
+    """Train in a process of its own that is killed where `prepare` says."""
+    assert finish([start(recipe, prepare=prepare)]) == [-signal.SIGKILL]
 
 
 def train_on_ranks(
@@ -45,25 +78,15 @@ def train_on_ranks(
     around: Around = nullcontext,
     timeout: float = 100,
 ) -> list[BaseProcess]:
-    """Train on `count` ranks until all have ended; `kills`: a rank that is killed, and what prepares that.
-
-    `around` is entered on each rank.
-    Ranks that have not ended after `timeout` seconds are killed, and the test fails.
-    """
+    """Train on `count` ranks until all have ended; `kills`: a rank that is killed, and what prepares that."""
     common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common["TORCHELASTIC_RUN_ID"] = "tests"  # as torchrun sets it: a signal that comes twice counts once
-    processes: list[BaseProcess] = []
+    processes = []
     for index in range(count):
-        variables = common | {"RANK": str(index), "LOCAL_RANK": str(index)}
         prepare = kills[1] if kills and kills[0] == index else None
-        processes.append(CONTEXT.Process(target=body, args=(recipe, variables, resume, prepare, around)))
-        processes[-1].start()
-    for process in processes:
-        process.join(timeout)
-    hanging = [index for index, process in enumerate(processes) if process.exitcode is None]
-    for index in hanging:
-        processes[index].kill()
-    assert not hanging, f"these ranks hang: {hanging}"
+        ranks = {"RANK": str(index), "LOCAL_RANK": str(index)}
+        processes.append(start(recipe, resume=resume, prepare=prepare, around=around, **common, **ranks))
+    finish(processes, timeout)
     return processes
 
 

@@ -1,17 +1,16 @@
 """Conversations by hand: limits in their order, formats, errors, time, the record; the calculator."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from environment_cases import (
@@ -36,6 +35,7 @@ from environment_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from task_cases import wait_until
+from transformers import PreTrainedTokenizerBase
 
 from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
@@ -50,11 +50,6 @@ from srtrl.resolve import warn_once
 from srtrl.rollout.turns import Answer
 from srtrl.types import Conversation, Prompt
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transformers import PreTrainedTokenizerBase
-
 CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 EMPTY_THOUGHT = """{% if loop.last and message.role == 'assistant'
@@ -63,9 +58,7 @@ and '<think>' not in message.content %}<think></think>
 THINKING_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", EMPTY_THOUGHT + "{{ message.content }}")
 KEPT = "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}"
 FORGETTING_THOUGHTS: list[str | None] = [
-    CHAT_TEMPLATE.replace(
-        "{{ message.content }}", KEPT
-    ),  # as QwQ's, for any message that follows, or Qwen3's for a user's
+    CHAT_TEMPLATE.replace("{{ message.content }}", KEPT),  # as QwQ's, for any message, or Qwen3's for a user's
     THINKING_TEMPLATE.replace("{{ message.content }}", KEPT),
     CHAT_TEMPLATE.replace("message.content }}", "message.content.split('</think>')[-1] }}"),  # of all turns: DeepSeek's
 ]
@@ -94,6 +87,8 @@ def test_a_conversation_from_the_first_turn_to_the_last() -> None:
         assert (found.stop_reason, found.num_turns, found.reward) == ("told", 2, 2.0)
         assert found.metrics == (("heard", 1), ("heard", 2))
         assert len(found.tool_seconds) == 2
+    try_out(Echo)
+    try_out(AsyncEcho)
     assert Echo.num_open == 0
 
 
@@ -107,72 +102,89 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
         assert (extension[:4], extension[-4:]) == (whole[:4], whole[-4:])
 
 
-def test_start_must_return_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = r"rollout\.environment: `start` of \S*Echo, called with prompt .*(must return a list of|not iterable)"
-    for started in ("a text", [5], 5, [["role", "user"]]):
-        monkeypatch.setattr(Echo, "start", lambda *_, it=started: it, raising=False)
-        with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations, pytest.raises(ValueError, match=message):
-            conversations.started(PROMPT, 100)
-
-
-@pytest.mark.parametrize(
-    ("environment", "answer", "problem"),
-    [
-        (Echo, "abc", None),
-        (AsyncEcho, "abc", None),
-        (Unusable, "text", r"TypeError: `step` of the environment .* must return a Step, found 'no step'"),
-        (Unusable, "what", r"KeyError: 'what'"),
-        (Unusable, "interrupt", r"KeyboardInterrupt"),
-        (AsyncEcho, "interrupt", r"KeyboardInterrupt"),
-        (BrokenAtStart, "a", "RuntimeError: no such game"),
-    ],
-)
-def test_an_environment_is_tried_before_the_run(
-    environment: type[EnvironmentBase], answer: str, problem: str | None
-) -> None:
-    num_open = environment.num_open if issubclass(environment, Echo) else 0
+def try_out(environment: type[EnvironmentBase], prompt: Prompt = PROMPT) -> None:
     with EnvironmentTurns(section_of(environment), TOKENIZER) as conversations:
-        message = rf"rollout\.environment: \S+, tried on prompt .* with the turn '{answer}', raised {problem}"
-        with pytest.raises(ValueError, match=message) if problem else nullcontext():
-            conversations.try_environment(replace(PROMPT, answer=answer))
-    assert not issubclass(environment, Echo) or environment.num_open == num_open
+        conversations.started(prompt, 100)
+        conversations.try_environment(prompt)
 
 
-@pytest.mark.parametrize(
-    "where", ["init", "open", "max_parallel", "start", "step", "async step", "async wait", "replay", "close", "end"]
-)
-def test_an_environment_that_hangs_is_named_before_the_run(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def raises(*_: object) -> None:
+    raise ArithmeticError("no")
+
+
+def returns(value: object) -> Callable[[object], object]:
+    return lambda _: value
+
+
+RAISED = r"`{}` of \S*:Serial raised (Arith|Type)\w*Error: "
+MISTAKES: list[tuple[type[EnvironmentBase], str, list[Any], str]] = [
+    (Serial, "timeout_seconds", ["x", None, 0, -1.0, math.nan, [], 1e300], "must be a number above 0 and below 1e9"),
+    (Serial, "tools", [None, "x", 3, [{"name": "a"}]], "tools must be a list of Tool, found"),
+    (Serial, "Options", [None, dict, "x"], "Options must be a subclass of Section, found"),
+    (Serial, "max_parallel", [returns(it) for it in (0, -1, "x", 1.5, b"")], "must return an integer from 1 on"),
+    (Serial, "max_parallel", [raises, None, lambda: 3], RAISED.format("max_parallel")),
+    (Serial, "open", [returns(None), returns(3), raises, 4], RAISED.format("open")),
+    (
+        Echo,
+        "start",
+        [lambda *_, it=it: it for it in ("a text", [5], 5, [["role", "user"]])],
+        r"`start` of \S*Echo, called with prompt .*(must return a list of|not iterable)",
+    ),
+    (Unusable, "", ["text"], r"TypeError: `step` of the environment .* must return a Step, found 'no step'"),
+    (Unusable, "", ["what"], r"tried on prompt .* with the turn 'what', raised KeyError: 'what'"),
+    (Unusable, "", ["interrupt"], r"KeyboardInterrupt"),
+    (AsyncEcho, "", ["interrupt"], r"KeyboardInterrupt"),
+    (BrokenAtStart, "", ["a"], "RuntimeError: no such game"),
+]
+"""A member and values of another kind, or the turns with which the environment is tried; what is said."""
+
+
+@pytest.mark.parametrize(("environment", "member", "values", "message"), MISTAKES)
+def test_mistakes_of_an_author_are_named_before_the_run(
+    environment: type[EnvironmentBase], member: str, values: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for value in values:
+        if member:
+            monkeypatch.setattr(environment, member, value, raising=False)
+        with pytest.raises(ValueError, match=rf"rollout\.environment: .*{message}"):
+            try_out(environment, PROMPT if member else replace(PROMPT, answer=value))
+
+
+@pytest.fixture
+def stuck(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`Stuck` hangs in the method `where`."""
     warn_once.cache_clear()
     monkeypatch.setattr(Stuck, "where", where)
     Stuck.is_free.clear()
+    yield
+    Stuck.is_free.set()
+
+
+HANGS = dict.fromkeys(["init", "start", "step", "async step", "async wait", "replay"], "")
+HANGS |= {name: f"`{name}` of" for name in ("open", "max_parallel", "close")} | {"end": "the end of `open` of"}
+"""Where it hangs -> how that is named."""
+
+
+@pytest.mark.usefixtures("stuck")
+@pytest.mark.parametrize("where", HANGS)
+def test_an_environment_that_hangs_is_named_before_the_run(where: str, caplog: pytest.LogCaptureFixture) -> None:
     begun, is_last = time.monotonic(), where in ("close", "end")
     problem = "TimeoutError: no answer within the class's timeout_seconds (0.5); what waits needs a limit of its own"
     expected = nullcontext() if is_last else pytest.raises(ValueError, match=re.escape(problem))
     with expected as caught, EnvironmentTurns(section_of(Stuck), TOKENIZER) as conversations:
         conversations.try_environment(PROMPT)
     said = caplog.text if caught is None else str(caught.value)
-    named = {
-        "open": "`open` of",
-        "end": "the end of `open` of",
-        "max_parallel": "`max_parallel` of",
-        "close": "`close` of",
-    }
-    assert re.search(rf"rollout\.environment: {named.get(where, '')} ?environment_cases:Stuck.* raised ", said)
+    assert re.search(rf"rollout\.environment: {HANGS[where]} ?environment_cases:Stuck.* raised ", said)
     assert problem in said
     assert time.monotonic() < begun + 30
-    Stuck.is_free.set()
 
 
+@pytest.mark.usefixtures("stuck")
 @pytest.mark.parametrize("where", ["init", "start", "step", "async step", "async wait", "close", ""])
 def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The sum of its rewards is not known then."""
-    warn_once.cache_clear()
-    monkeypatch.setattr(Stuck, "where", where)
-    Stuck.is_free.clear()
     with EnvironmentTurns(section_of(Stuck), TOKENIZER) as conversations:
         found = ending_of(ask(conversations, completion_of(encode("go"))))
         if where == "close":
@@ -187,38 +199,6 @@ def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
     text = "`step` of environment_cases:Stuck gave no answer within the class's timeout_seconds"
     assert caplog.text.count(text) == is_late
     assert caplog.text.count("`close` of environment_cases:Stuck raised TimeoutError") == (where == "close")
-
-
-def raises(*_: object) -> None:
-    raise ArithmeticError("no")
-
-
-def returns(value: object) -> Callable[[object], object]:
-    return lambda _: value
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        (
-            "timeout_seconds",
-            ["x", None, 0, -1.0, math.nan, math.inf, [], 1e300],
-            "must be a number above 0 and below 1e9",
-        ),
-        ("tools", [None, "x", 3, [{"name": "a"}]], "tools must be a list of Tool, found"),
-        ("Options", [None, dict, "x"], "Options must be a subclass of Section, found"),
-        ("max_parallel", [returns(it) for it in (0, -1, "x", 1.5, b"")], "must return an integer from 1 on"),
-        ("max_parallel", [raises, None, lambda: 3], r"`max_parallel` of \S*:Serial raised (Arith|Type)\w*Error: "),
-        ("open", [returns(None), returns(3), raises, 4], r"`open` of \S*:Serial raised (Arith|Type)\w*Error: "),
-    ],
-)
-def test_members_of_another_kind_are_one_line(
-    name: str, values: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for value in values:
-        monkeypatch.setattr(Serial, name, value)
-        with pytest.raises(ValueError, match=rf"rollout\.environment: .*{message}"):
-            EnvironmentTurns(section_of(Serial), TOKENIZER).__enter__()
 
 
 TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
@@ -446,10 +426,7 @@ HERMES: list[tuple[str, list[str]]] = [
     (hermes("upper", "ab") + hermes("shout", "ab"), ["AB", "AB!"]),
     (hermes("whisper", "ab"), [NO_TOOL.format("whisper")]),
     (hermes("upper", 3), ["error: the argument text of upper must be a string"]),
-    (
-        hermes("upper", "ab") + hermes("no", "ab"),
-        ["error: another call of this turn cannot be run", NO_TOOL.format("no")],
-    ),
+    (hermes("upper", "a") + hermes("x", "a"), ["error: another call of this turn cannot be run", NO_TOOL.format("x")]),
     ("<tool_call>1 2</tool_call>", ["error: no JSON in <tool_call>: Extra data: line 1 column 3 (char 2)"]),
     ("<tool_call>[]</tool_call>", ['error: expected {"name": ..., "arguments": {...}} in <tool_call>']),
     ('<tool_call>{"name": "upper", "arguments": []}</tool_call>', ["error: the arguments of upper are no JSON object"]),

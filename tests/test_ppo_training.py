@@ -20,14 +20,13 @@ from srtrl.trainer.optimizer import build_optimizer
 BFLOAT16 = PPO | {"model__dtype": "bfloat16"}
 
 
-@pytest.fixture
-def uninterrupted(finished: Callable[..., Path]) -> Path:
-    return finished(**BFLOAT16)
+def weights_of(folder: Path) -> list[torch.Tensor]:
+    return list(load_model(folder, dtype=torch.bfloat16, device="cpu").parameters())
 
 
-def test_critic_and_policy_learn_something(policy: Path, uninterrupted: Path) -> None:
-    """Otherwise equality would be cheap."""
-    rows = {int(row["step"]): row for row in read_metrics(uninterrupted / "metrics.jsonl")}
+def test_critic_and_policy_learn_something(policy: Path, finished: Callable[..., Path]) -> None:
+    run = finished(**BFLOAT16)
+    rows = {int(row["step"]): row for row in read_metrics(run / "metrics.jsonl")}
     assert all(rows[step]["critic/grad_norm"] > 0 for step in range(1, 5))
     assert rows[1]["critic/value_mean"] == 0  # of a head that is zero
     assert len({rows[step]["critic/value_mean"] for step in range(1, 5)}) == 4
@@ -35,16 +34,13 @@ def test_critic_and_policy_learn_something(policy: Path, uninterrupted: Path) ->
     assert rows[1]["critic/explained_variance"] == pytest.approx(0, abs=1e-12)
     assert all(rows[step]["grad_norm"] > 0 for step in range(2, 5))
     assert rows[4]["kl/ref"] > 1e-4
-    folder = uninterrupted / "checkpoints" / "step_000004"
+    folder = run / "checkpoints" / "step_000004"
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     [file] = (folder / "optimizer").iterdir()
     masters = [one for name, one in load_file(file).items() if name.endswith(".master")]
     assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
     assert {"time/values", "time/critic", "time/update"} <= rows[4].keys()
-    first = load_value_model(policy, dtype=torch.bfloat16, device="cpu")
-    last = load_value_model(
-        uninterrupted / "checkpoints" / "step_000004" / "critic", dtype=torch.bfloat16, device="cpu"
-    )
+    first, last = (load_value_model(one, dtype=torch.bfloat16, device="cpu") for one in (policy, folder / "critic"))
     assert all(not torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))
 
 
@@ -55,38 +51,36 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
     changes |= {"train__checkpoint_every": 1, "train__keep_checkpoints": 3}
     folder = train(make_recipe(policy, tmp_path, **changes)).folder
     rows = {int(row["step"]): row for row in read_metrics(folder / "metrics.jsonl")}
-    states = {step: read_state(folder / "checkpoints" / f"step_{step:06d}") for step in (1, 2, 3)}
-    weights = {
-        step: list(
-            load_model(folder / "checkpoints" / f"step_{step:06d}", dtype=torch.bfloat16, device="cpu").parameters()
-        )
-        for step in (1, 2, 3)
-    }
-    before = list(load_model(policy, dtype=torch.bfloat16, device="cpu").parameters())
+    checkpoints = {step: folder / "checkpoints" / f"step_{step:06d}" for step in (1, 2, 3)}
+    versions = [read_state(checkpoint).policy_version for checkpoint in checkpoints.values()]
+    assert versions == [0, 0, 1]
+    before = weights_of(policy)
     for step in (1, 2):
-        assert states[step].policy_version == 0
-        assert all(torch.equal(a, b) for a, b in zip(weights[step], before, strict=True))
+        assert all(map(torch.equal, weights_of(checkpoints[step]), before))
         assert "loss" not in rows[step]
         assert "critic/loss" in rows[step]
         assert step_problems(rows[step]).endswith("critic warm-up: no update of the policy")
-    assert states[3].policy_version == 1
-    assert not any(torch.equal(a, b) for a, b in zip(weights[3], before, strict=True))
+    assert not any(map(torch.equal, weights_of(checkpoints[3]), before))
     assert rows[3]["learning_rate"] == pytest.approx(0.01)  # the peak: its first 3 of 4 optimizer steps were warm-up
 
 
 # --- Checkpoints that do not fit --------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    shutil.copytree(uninterrupted, tmp_path / "run")
+def test_a_checkpoint_without_its_critic_cannot_be_resumed(
+    policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(finished(**BFLOAT16), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004" / "critic")
     longer = make_recipe(policy, tmp_path, **BFLOAT16, train__num_steps=5)
     with pytest.raises(ValueError, match=r"step_000004/critic/.* is missing"):
         train(longer, resume=True)
 
 
-def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterrupted: Path, tmp_path: Path) -> None:
-    shutil.copytree(uninterrupted / "checkpoints" / "step_000004", tmp_path / "saved")
+def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(
+    finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(finished(**BFLOAT16) / "checkpoints" / "step_000004", tmp_path / "saved")
     model = load_model(tmp_path / "saved", dtype=torch.bfloat16, device="cpu")
     optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
     [file] = (tmp_path / "saved" / "optimizer").iterdir()

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from environment_cases import LEDGER
-from killed_runs import kill_in_checkpoint, kill_in_rollout, kill_in_update, train_until_killed
+from killed_runs import die_at_call, kill_in_rollout, kill_in_update
 from rank_cases import FORKED
-from rank_runs import assert_close_runs, train_on_ranks
+from rank_runs import assert_close_runs, train_on_ranks, train_until_killed
 from tiny_run import DAPO, HEAD, PAGE_GIB, PPO, assert_same_run, make_recipe, train
 
 from srtrl.metrics import read_metrics
@@ -29,6 +30,10 @@ UNEVEN: dict[str, Any] = {
 """Lengths that differ much."""
 RECOMPUTE = {"old_logprobs": "recompute", "importance_cap": 2.0}
 TOOLS: dict[str, Any] = {**UNEVEN, "rollout__environment": LEDGER}
+DYNAMIC: dict[str, Any] = {
+    "algorithm": {**RECOMPUTE, "filters": ["test_promises:is_kept"]},
+    "rollout__dynamic_sampling": True,
+}
 PARTIAL: dict[str, Any] = {
     **UNEVEN,
     "algorithm": RECOMPUTE,
@@ -40,7 +45,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {**PPO, "model__dtype": "bfloat16"},
     "dapo": DAPO,
-    "tools": TOOLS,
+    "tools": {**TOOLS, "algorithm": RECOMPUTE},
+    "dynamic tools": TOOLS | DYNAMIC,
     "partial": PARTIAL,
     "partial with tools": PARTIAL | TOOLS,
     "spec_rl": SPEC_RL,
@@ -53,6 +59,13 @@ RECIPES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "three slots": {"rollout__slots": 3},
     "few pages": {"rollout__slots": 16, "rollout__kv_memory_gib": 7 * PAGE_GIB},
+    "history alone": {
+        "rollout__drafter": "history",
+        "rollout__draft_budget": 8,
+        "rollout__run_ahead_max_slowdown": None,
+        "rollout__slots": 5,
+    },
+    "a draft head": {"rollout__draft_head": HEAD["rollout__draft_head"], "rollout__draft_budget": 6},
     "no drafts": {"rollout__drafter": "none", "rollout__draft_head": None, "rollout__slots": 64},
     "every run-ahead": {
         "rollout__draft_budget": 8,
@@ -60,10 +73,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout__slots": 40,
     },
 }
+LIMITS: dict[str, dict[str, Any]] = {
+    "limit of partial": {"rollout__mode": "partial", "rollout__min_complete": 1.0},
+    "limit of spec_rl": {"rollout__mode": "spec_rl", "rollout__lenience": 0.0},
+}
+"""There the modes are on-policy."""
 KILLS: dict[str, Callable[[], None]] = {
     "killed in the rollout": partial(kill_in_rollout, 3, 5),
     "killed in the update": partial(kill_in_update, 3, 3),
-    "killed in the checkpoint": partial(kill_in_checkpoint, 2),
+    "killed in the checkpoint": partial(die_at_call, "srtrl.run.checkpoint._write_manifest", 2),  # all else is there
+}
+OTHER_KILLS: dict[str, Callable[[], None]] = {
+    # all of step 3 is decoded; the evaluations before and after step 2 call `collect` too
+    "killed in grading": partial(die_at_call, "srtrl.tasks.grading.Grader.collect", 5),
+    "killed before the checkpoint": partial(die_at_call, "srtrl.trainer.trainer.save_checkpoint", 2),
+    "killed in the first step": partial(die_at_call, "torch.optim.AdamW.step", 3),  # there is no checkpoint yet
+    # the last checkpoint is complete; each clears its place first, the second deletes the first
+    "killed in the deletion": partial(die_at_call, "shutil.rmtree", 3),
+    "killed in the rollout file": partial(die_at_call, "srtrl.trainer.trainer.write_rollouts", 3),
 }
 RANKS: dict[str, dict[str, Any]] = {"two ranks": {}, "two sharded ranks": {"train__sharding": "fsdp2"}}
 SHORT: dict[str, Any] = {
@@ -77,70 +104,103 @@ SHORT: dict[str, Any] = {
 
 DEFAULT = {
     ("grpo", "every run-ahead"),
+    ("grpo", "history alone"),
     ("grpo", "killed in the checkpoint"),
     ("ppo", "no drafts"),
     ("ppo", "killed in the update"),
-    ("dapo", "few pages"),
+    ("dapo", "every run-ahead"),
     ("dapo", "killed in the rollout"),
     ("tools", "every run-ahead"),
+    ("tools", "limit of partial"),
+    ("dynamic tools", "limit of spec_rl"),
     ("partial", "three slots"),
     ("partial with tools", "killed in the checkpoint"),
-    ("spec_rl", "every run-ahead"),
+    ("spec_rl", "few pages"),
     ("spec_rl with tools", "two ranks"),
     ("lora", "killed in the update"),
     ("head", "no drafts"),
     ("ppo", "two sharded ranks"),
 }
+ALONE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(LIMITS, ("tools", "dynamic tools")),
+    **dict.fromkeys(OTHER_KILLS, ("grpo",)),
+    "a draft head": tuple(RECIPES.keys() - {"head"}),
+    "two sharded ranks": tuple(RECIPES.keys() - {"lora"}),
+}
+"""Disturbances of these recipes alone."""
 
 
-REFUSED = {("lora", "two sharded ranks")}
+def is_kept(rewards: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """A filter that drops some groups by a hash of their rewards."""
+    return (rewards.sum(dim=1) * 7).round() % 3 > 0
 
 
 def cells(disturbances: dict[str, Any]) -> pytest.MarkDecorator:
     """All recipes with these disturbances; `slow` but for those of `DEFAULT`."""
     rows = []
     for recipe, disturbance in product(RECIPES, disturbances):
-        if (recipe, disturbance) not in REFUSED:
+        if recipe in ALONE.get(disturbance, RECIPES):
             marks = [] if (recipe, disturbance) in DEFAULT else [pytest.mark.slow]
             rows.append(pytest.param(recipe, disturbance, marks=marks, id=f"{recipe}, {disturbance}"))
     return pytest.mark.parametrize(("recipe", "disturbance"), rows)
 
 
+@pytest.fixture
+def undisturbed(finished: Callable[..., Path]) -> Callable[..., Path]:
+    """`finished`, of a run that learns something: else equality would be cheap."""
+
+    def run(**changes: Any) -> Path:
+        folder = finished(**changes)
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+        assert len({row["reward/mean"] for row in rows}) > 1
+        assert all(row["grad_norm"] > 0 for row in rows[1:])
+        return folder
+
+    return run
+
+
 def test_the_default_cells_are_in_the_table() -> None:
     assert {recipe for recipe, _ in DEFAULT} == RECIPES.keys()
-    assert {disturbance for _, disturbance in DEFAULT} <= {*SETTINGS, *KILLS, *RANKS}
+    assert {disturbance for _, disturbance in DEFAULT} <= {*SETTINGS, *LIMITS, *KILLS, *RANKS}
 
 
-@cells(SETTINGS)
-def test_settings_of_the_decoder_change_nothing(
-    recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+@cells(SETTINGS | LIMITS)
+def test_settings_that_change_nothing(
+    recipe: str, disturbance: str, policy: Path, undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = train(make_recipe(policy, tmp_path, **RECIPES[recipe] | SETTINGS[disturbance])).folder
-    # A head's own loss is logged where there is one.
-    assert_same_run(folder, finished(**RECIPES[recipe]), beside=("draft_head/",))
+    """Of the decoder, and of the modes at their limits."""
+    changes = (SETTINGS | LIMITS)[disturbance]
+    folder = train(make_recipe(policy, tmp_path, **RECIPES[recipe] | changes)).folder
+    beside = ("off_policy/",) if disturbance in LIMITS else ("draft_head/",)  # of what one of the runs does not have
+    assert_same_run(folder, undisturbed(**RECIPES[recipe]), beside=beside)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     if disturbance == "every run-ahead":
         assert sum(row["engine/text_tokens_repeated"] for row in rows) > 0
+    if disturbance in ("every run-ahead", "history alone"):
         assert rows[-1]["engine/verified_per_decode_step"] > 1.05
     if disturbance == "few pages":
         assert sum(row["engine/preemptions"] for row in rows) > 0
+    if disturbance in ("history alone", "no drafts"):
+        assert {row["engine/background_rows"] for row in rows} == {0}
 
 
 @FORKED
-@cells(KILLS)
+@cells(KILLS | OTHER_KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
-    recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+    recipe: str, disturbance: str, policy: Path, undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Resumed in another process than the one that was killed."""
-    changed = make_recipe(policy, tmp_path, **RECIPES[recipe])
-    kill = KILLS[disturbance]
+    num_kept = {"train__keep_checkpoints": 1} if disturbance == "killed in the deletion" else {}
+    changed = make_recipe(policy, tmp_path, **RECIPES[recipe], **num_kept)
+    kill = (KILLS | OTHER_KILLS)[disturbance]
     if recipe == "dapo" and disturbance == "killed in the rollout":
         kill = partial(kill_in_rollout, 3, 18)  # more than a batch: some groups were replaced, others are open
     train_until_killed(changed, kill)
-    assert (tmp_path / "run" / "checkpoints" / "step_000002").is_dir()
-    assert not (tmp_path / "run" / "checkpoints" / "step_000004").exists()
+    if disturbance in KILLS:
+        assert (tmp_path / "run" / "checkpoints" / "step_000002").is_dir()
+        assert not (tmp_path / "run" / "checkpoints" / "step_000004").exists()
     train(changed, resume=True)
-    assert_same_run(tmp_path / "run", finished(**RECIPES[recipe]))
+    assert_same_run(tmp_path / "run", undisturbed(**RECIPES[recipe]))
 
 
 @FORKED

@@ -1,6 +1,5 @@
 """Rollouts of several ranks are those of one, whatever each of them decodes; how they deal, claim and wait."""
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,19 +8,18 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from engine_cases import options, requests_for, tiny_policy
-from environment_cases import TOKENIZER, Digits, ask, completion_of, section_of
+from environment_cases import PROMPTS, TOKENIZER, Digits, ask, collector_of, completion_of, grader_of, section_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import FORKED, run_ranks
-from test_conversations import END_TOKENS, PlainTask, contents
 from torch._C._distributed_c10d import HashStore
 
-from srtrl import build, ranks
+from srtrl import ranks
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
@@ -32,30 +30,22 @@ from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare, deal
 from srtrl.model.transformer import Transformer
 from srtrl.ranks import RankError
-from srtrl.recipe.schema import GradingSection, RewardSection
-from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
+from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
-from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
-from srtrl.types import Completion, Grade, Prompt, Request, SamplingParams
+from srtrl.types import Completion, Request, Rollout
 
 pytestmark = FORKED
-PROMPTS = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(9)]
 
 
 def half_tokens(sample: RewardInput) -> float:
     return sample.num_tokens / 2
 
 
-class BrokenGrader(Grader):
-    """Fails on rank 1."""
-
-    def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("a grading worker did not start")
-        return super().collect(tickets)
+def no_space(*_: object) -> NoReturn:
+    raise OSError(28, "No space left")
 
 
 @batched
@@ -74,15 +64,13 @@ class Case:
     slots: int = 2
     drafter: type[DrafterBase] = SrtDrafter
     is_dynamic: bool = False
-    has_turns: bool = False
-    reward: Callable[..., Any] = half_tokens
-    grader: type[Grader] = Grader
+    reward: str = "half_tokens"
     slow_rank: int = 1
     """It sleeps a random time before each decode step."""
     steps_ahead: int = 0
     """Rank 1 makes its first step when rank 0 has decoded all other samples, and as many steps for run-aheads."""
-    error: Exception | None = None
-    """Rank 1 raises it in a decode step."""
+    broken: str = ""
+    """Of rank 1: the method of the engine or of the grader that raises."""
 
 
 @dataclass(kw_only=True)
@@ -122,30 +110,18 @@ def policy() -> Transformer:
     return tiny_policy(vocab_size=290, scale=5.0)
 
 
-def grader_of(reward: str, kind: type[Grader] = Grader) -> Grader:
-    return kind(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
-
-
-def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **options: Any) -> Collector:
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
-    options |= {"seed": 3, "purpose": "train", "policy_version": 0, "share": build.choose_share()}
-    return Collector(grader, turns, sampling=sampling, **options)
-
-
 def rollouts(case: Case) -> Found:
     """Runs on each rank."""
     limits = {"max_sequence_tokens": 128, "slots": case.slots}
     engine = WatchedEngine(
         policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter(), background=RUN_AHEAD
     )
-    name = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
-    grader = grader_of(name, case.grader)
-    turns = EnvironmentTurns(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else Turns(TOKENIZER)
     found, draws = Found(), list(enumerate(PROMPTS))
-    with grader, turns:
+    with grader_of(f"{__name__}:{case.reward}") as grader, Turns(TOKENIZER) as turns:
+        if case.broken and ranks.index() == 1:
+            setattr(engine if case.broken == "step" else grader, case.broken, no_space)
         for _ in range(2):
-            options_of_case: dict[str, Any] = {"num_samples": case.num_samples}
-            collector = collector_of(grader, turns, 100 if case.has_turns else 30, **options_of_case)
+            collector = collector_of(grader, turns, num_samples=case.num_samples)
             collector.on_progress = lambda num_done, _: found.progress.append(num_done)
             engine.before_step = partial(before_step, engine, collector.share, case)
             if case.is_dynamic:
@@ -161,7 +137,7 @@ def rollouts(case: Case) -> Found:
             else:
                 engine.add_background(collector.requests(draws[case.num_draws :]) if case.steps_ahead else [])
                 kept = groups = collect_rollouts(engine, collector, FixedDraws(draws[: case.num_draws]))
-            found.groups.append(contents(groups))
+            found.groups.append([contents(one) for group in groups for one in group.rollouts])
             found.kept.append([group.draw_index for group in kept])
             assert engine.pool.num_used == 0
             found.metrics.append(collector.engine_metrics(engine))
@@ -173,11 +149,15 @@ def rollouts(case: Case) -> Found:
     return found
 
 
+def contents(rollout: Rollout) -> tuple[Any, ...]:
+    response = rollout.response
+    names = rollout.draw_index, rollout.sample_index, rollout.text, response.finish_reason, rollout.grade
+    return *names, response.token_ids.tolist(), response.rollout_logprobs.tolist()
+
+
 def before_step(engine: Engine, share: Share, case: Case) -> None:
     if ranks.count() == 1:
         return
-    if case.error is not None and ranks.index() == 1 and engine.stats.num_steps == 5:
-        raise case.error
     if ranks.index() == case.slow_rank:
         time.sleep(0.008 * random.random())
     if case.steps_ahead and ranks.is_main():
@@ -187,18 +167,13 @@ def before_step(engine: Engine, share: Share, case: Case) -> None:
 
 
 CASES = {
-    "dynamic": Case(is_dynamic=True, reward=place_by_length),
-    "turns": Case(has_turns=True, slots=3),
-    "dynamic turns": Case(has_turns=True, is_dynamic=True),
+    "dynamic": Case(is_dynamic=True, reward="place_by_length"),
     "nothing to do": Case(num_draws=1, num_samples=1, drafter=NoDrafter),
-    "one slow rank": Case(num_samples=4, reward=place_by_length, steps_ahead=20),
+    "one slow rank": Case(num_samples=4, reward="place_by_length", steps_ahead=20),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dynamic", "turns", "nothing to do", "one slow rank", pytest.param("dynamic turns", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     case = CASES[name]
     found, truth = run_ranks(2, rollouts, case), rollouts(case)
@@ -254,20 +229,16 @@ def test_a_sample_follows_the_run_ahead_of_another_rank() -> None:
 
 
 def fail(case: Case) -> str:
-    with pytest.raises((RuntimeError, OSError)) as caught:
+    with pytest.raises((RankError, OSError)) as caught:
         rollouts(case)
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "case"),
-    [
-        ("OSError", "[Errno 28] No space left", Case(error=OSError(28, "No space left"), slow_rank=0)),
-        ("RuntimeError", "a grading worker did not start", Case(grader=BrokenGrader, is_dynamic=True, slow_rank=0)),
-    ],
-)
-def test_all_ranks_end_at_once_where_one_fails_and_say_which(error: str, message: str, case: Case) -> None:
-    assert run_ranks(2, fail, case) == [f"RankError: rank 1 of 2: {message}", f"{error}: {message}"]
+@pytest.mark.parametrize("broken", ["step", "collect"])
+def test_all_ranks_end_at_once_where_one_fails_and_say_which(broken: str) -> None:
+    case = Case(broken=broken, is_dynamic=broken == "collect", slow_rank=0)
+    message = "[Errno 28] No space left"
+    assert run_ranks(2, fail, case) == [f"RankError: rank 1 of 2: {message}", f"OSError: {message}"]
 
 
 # --- Rules, without processes ----------------------------------------------------------------------------------------

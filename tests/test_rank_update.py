@@ -115,11 +115,9 @@ CASES: dict[str, Callable[[str], Found]] = {
     "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
 }
 REPEATED = next(iter(CASES))
-SLOW = {
-    *(("gradients, old log-probs computed", "fsdp2"), ("critic", "fsdp2")),
-    *(("bfloat16, master weights", "ddp"), ("bfloat16 critic", "ddp")),
-}
-"""What others have, too: gradients and the critic without sharding, and bfloat16 with it, run by default."""
+DDP_ALONE = ("gradients, old log-probs computed", "critic", "LoRA")
+"""LoRA cannot be sharded; gradients and the critic without sharding, and bfloat16 with it, are enough."""
+FSDP_ALONE = ("bfloat16, master weights", "bfloat16 critic")
 
 
 def run_case(name: str, sharding: str) -> Found:
@@ -135,12 +133,8 @@ def is_same(one: Found, other: Found) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        pytest.param(name, sharding, marks=[pytest.mark.slow] if (name, sharding) in SLOW else [])
-        for name in CASES
-        for sharding in ("ddp", "fsdp2")
-        if (name, sharding) != ("LoRA", "fsdp2")  # it cannot be sharded
-    ],
+    [(name, "ddp") for name in CASES if name not in FSDP_ALONE]
+    + [(name, "fsdp2") for name in CASES if name not in DDP_ALONE],
 )
 def test_ranks_learn_what_one_process_learns(name: str, sharding: str) -> None:
     assert len(list(pack(make_sequences(make_policy()), BUDGET, "cpu"))) % 2, "the ranks have different numbers"
@@ -223,18 +217,18 @@ def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
 # --- Sharded weights, and the decoder ---------------------------------------------------------------------------------
 
 
-def decode_and_learn(dtype: torch.dtype) -> None:
+def decode_and_learn() -> None:
     """Runs on each rank; they take different numbers of decode steps."""
     recipe = make_recipe(train__sharding="fsdp2", train__micro_batch_tokens=BUDGET)
     requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index() :]
-    policy, plain = tiny_policy(dtype), tiny_policy(dtype)
+    policy, plain = tiny_policy(torch.bfloat16), tiny_policy(torch.bfloat16)
     sequences = make_sequences(plain)
     shard(policy)
     assert all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in policy.parameters())
     optimizer = build_optimizer(policy, **ADAMW)
     unshard(policy)
     engine, other = Engine(policy, options()), Engine(plain, options())
-    assert policy.dtype == dtype
+    assert policy.dtype == torch.bfloat16
     assert all(map(torch.equal, policy.parameters(), plain.parameters()))
     for step in (1, 2):
         assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
@@ -249,6 +243,5 @@ def decode_and_learn(dtype: torch.dtype) -> None:
         other.end_step(has_new_weights=True)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_the_decoder_reads_weights_that_are_whole_for_the_rollouts(dtype: torch.dtype) -> None:
-    run_ranks(2, decode_and_learn, dtype)
+def test_the_decoder_reads_weights_that_are_whole_for_the_rollouts() -> None:
+    run_ranks(2, decode_and_learn)

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rank_cases import FORKED, RankPool, free_port, run_ranks
+from rank_cases import FORKED, free_port, run_ranks
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
@@ -68,24 +68,6 @@ def test_all_ranks_know_the_same_and_an_error_of_one_ends_all(count: int) -> Non
             expected = f"OSError: {full}" if failing == index else f"RankError: rank {failing} of {count}: {full}"
             assert error == expected
     assert sorted(number for result in results for number in result["claimed"]) == list(range(20))
-
-
-def fail() -> None:
-    raise FloatingPointError("the loss is nan")
-
-
-def hang() -> None:
-    while True:
-        time.sleep(1)
-
-
-def test_what_fails_or_hangs_on_ranks_fails_the_test() -> None:
-    """Errors of all come with their tracebacks; one of them reports what several have."""
-    with pytest.raises(AssertionError, match="the loss is nan") as caught:
-        RankPool(2).run(fail)
-    assert [str(caught.value).count(note) for note in (FIRST_REPORTER, REPORTED_BY_OTHER)] == [1, 1]
-    with pytest.raises(AssertionError, match=r"ranks \[0\] of 1 did not answer in 2 seconds"):
-        RankPool(1).run(hang, timeout=2)
 
 
 def test_an_error_that_several_ranks_have_is_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,66 +1,44 @@
-"""A run that is killed with SIGKILL and resumed gives the numbers and the weights of a run never killed.
+"""Runs that are killed or interrupted, in one process or on several ranks, and resumed.
 
-`test_promises.py` has the kills of all kinds of recipes; here are other places, and what is particular to tools.
+`test_promises.py` has the places of kills, and that several ranks learn what one process learns; here are kills at
+random times, what is particular to tools, and that a rank that is interrupted or killed ends all.
 """
 
 import os
 import random
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pyarrow.parquet
 import pytest
 import torch
-from killed_runs import die, die_at_call, finish, start, train_until_killed
-from rank_cases import CONTEXT, FORKED
+from killed_runs import die, die_at_call
+from rank_cases import CONTEXT, FORKED, run_ranks
+from rank_runs import assert_close_runs, finish, start, train_on_ranks, train_until_killed
+from test_promises import SHORT
 from tiny_run import assert_same_run, learned_rows, make_recipe, open_run, train
 
+from srtrl import build, ranks
 from srtrl.environments.base import EnvironmentBase, Step, Turn
+from srtrl.metrics import is_temporary
+from srtrl.ranks import RankError
 from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import open_run_folder
-from srtrl.tasks.grading import Grader
-from srtrl.trainer import trainer
+from srtrl.run.steps import list_checkpoints
+from srtrl.trainer.optimizer import MasterAdamW
+from srtrl.trainer.trainer import Trainer
 
 pytestmark = FORKED
-KILLS: dict[str, Callable[[], None]] = {
-    # all of step 3 is decoded; the evaluations before and after step 2 call `collect` too
-    "in grading": lambda: die_at_call(Grader, "collect", 5),
-    "between row and checkpoint": lambda: die_at_call(trainer, "save_checkpoint", 2),
-    "in the first step": lambda: die_at_call(torch.optim.AdamW, "step", 3),  # there is no checkpoint yet
-    # the last checkpoint is complete; each clears its place first, the second deletes the first
-    "in deletion": lambda: die_at_call(shutil, "rmtree", 3),
-    "in the rollout file": lambda: die_at_call(trainer, "write_rollouts", 3),
-}
-
-
-def kill_at(place: str) -> None:
-    """Let the process be killed at one of these."""
-    KILLS[place]()
-
-
-@pytest.fixture
-def uninterrupted(finished: Callable[..., Path]) -> Path:
-    rows = [row for row in learned_rows(finished()) if row["step"] > 0]
-    assert all(row["grad_norm"] > 0 for row in rows), "if nothing were learned, equality would be cheap"
-    assert rows[-1]["kl/ref"] > 1e-4  # the policy has moved away from the reference
-    assert len({row["reward/mean"] for row in rows}) == 4
-    return finished()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", KILLS)
-def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(policy, tmp_path, **({"train__keep_checkpoints": 1} if kill == "in deletion" else {}))
-    train_until_killed(recipe, partial(kill_at, kill))
-    train(recipe, resume=True)
-    assert_same_run(tmp_path / "run", uninterrupted)
-
-
-@pytest.mark.slow
-def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_killed_at_random_times_again_and_again(policy: Path, finished: Callable[..., Path], tmp_path: Path) -> None:
     recipe = make_recipe(policy, tmp_path)
     generator = random.Random(time.time_ns())
     for _ in range(12):
@@ -68,8 +46,8 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         time.sleep(generator.uniform(0.2, 3.0))
         process.kill()
         process.join(60)
-    assert finish(start(recipe, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert finish([start(recipe, resume=True)]) == [0]
+    assert_same_run(tmp_path / "run", finished())
 
 
 class Oracle(EnvironmentBase):
@@ -123,7 +101,7 @@ def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
     with open_run(recipe):
         process = CONTEXT.Process(target=expect_refusal, args=(recipe,))
         process.start()
-        assert finish(process) == 0
+        assert finish([process]) == [0]
     with open_run(recipe, resume=True):
         pass
 
@@ -132,3 +110,109 @@ def expect_refusal(recipe: Recipe) -> None:
     """Body of the child process."""
     with pytest.raises(ValueError, match="in use by another srtrl process"), open_run_folder(recipe, resume=True):
         pass
+
+
+# --- Several ranks ---------------------------------------------------------------------------------------------------
+
+
+SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every": 1}
+
+
+DIES_IN_STEP = partial(die_at_call, "srtrl.trainer.trainer.Trainer.assign_credit", 3)
+DIES_IN_CHECKPOINT = partial(die_at_call, "safetensors.torch.save", 2)
+"""The second one, when the other rank writes as well."""
+
+
+def interrupt_twice() -> None:
+    """As a scheduler and `torchrun` do, in the first step; once the first signal is reported."""
+    assign_credit = Trainer.assign_credit
+
+    def interrupted(self: Trainer, *arguments: Any) -> Any:
+        if arguments[1].step == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return assign_credit(self, *arguments)
+
+    setattr(Trainer, "assign_credit", interrupted)  # noqa: B010
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_step(
+    policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where it comes twice within a moment."""
+    recipe = make_recipe(policy, tmp_path, **SHORT)
+    processes = train_on_ranks(recipe, 2, kills=(1, interrupt_twice))
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000001"]
+    train(recipe, resume=True)
+    assert_close_runs(tmp_path / "run", finished(**SHORT), tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "kill"), [(0, DIES_IN_STEP), (1, DIES_IN_STEP), (1, DIES_IN_CHECKPOINT)])
+def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
+    policy: Path, finished: Callable[..., Path], tmp_path: Path, killed: int, kill: Callable[[], None]
+) -> None:
+    changes = {**SHORT, "train__num_steps": 4}
+    sharding = "ddp" if killed == 0 else "fsdp2"  # a checkpoint does not depend on it
+    recipe = make_recipe(policy, tmp_path, **changes, train__sharding=sharding)
+    exit_codes = [process.exitcode for process in train_on_ranks(recipe, 2, kills=(killed, kill))]
+    assert exit_codes[killed] == -signal.SIGKILL
+    assert exit_codes[1 - killed] not in (0, None)
+    *unfinished, last = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert last.name == "step_000002"
+    assert all(map(is_temporary, unfinished))  # of the last one
+    count = 3 if killed == 0 else 1
+    recipe = make_recipe(policy, tmp_path, **changes, train__sharding="fsdp2" if killed == 0 else "ddp")
+    assert [process.exitcode for process in train_on_ranks(recipe, count, resume=True)] == [0] * count
+    assert_close_runs(tmp_path / "run", finished(**changes), tolerance=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Path, sharding: str) -> None:
+    """On CUDA tokens are equal up to rounding only, so that figures of the first step are compared, loosely."""
+    changes = {**SHORT, "device": "cuda", "model__dtype": "bfloat16", "train__num_steps": 1}
+    one = train_on_ranks(make_recipe(policy, tmp_path / "one", **changes), 1)
+    two = train_on_ranks(make_recipe(policy, tmp_path / "two", **changes, train__sharding=sharding), 2)
+    assert [process.exitcode for process in (*one, *two)] == [0, 0, 0]
+    first, second = (learned_rows(tmp_path / name / "run")[1] for name in ("one", "two"))
+    for name in ("reward/mean", "length/mean", "grad_norm", "logprob_difference/mean"):
+        assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
+
+
+LOADS = [(build, "load_task"), (build, "build_engine"), (MasterAdamW, "load")]
+
+
+def errors_of_a_start(recipe: Recipe) -> list[str]:
+    """Runs on each rank."""
+    found = []
+    for module, name in LOADS:
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.index() == 1:
+                patch.setattr(module, name, no_file)
+            with (
+                pytest.raises((ValueError, RankError), match=r".") as caught,
+                Trainer(build.build_parts(recipe, resume=True)),
+            ):
+                pass
+        found.append(str(caught.value))
+    with pytest.raises((ValueError, RankError), match=r"--resume continues|already") as caught:
+        build.build_parts(recipe)  # the folder is there
+    return [*found, f"{caught.type.__name__}"]
+
+
+def no_file(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError("no such file on this machine")
+
+
+def test_an_error_of_one_rank_at_the_start_is_one_of_all(policy: Path, tmp_path: Path) -> None:
+    """The others must not wait for its part of the weights; nor does the state of the optimizer need it."""
+    once = {**SHORT, "train__num_steps": 1, "eval__before_and_after": False}
+    train(make_recipe(policy, tmp_path, **once))
+    recipe = make_recipe(policy, tmp_path, **{**once, **SHARDED, "train__num_steps": 2})
+    found = run_ranks(2, errors_of_a_start, recipe)
+    message = "no such file on this machine"
+    first, second = [f"rank 1 of 2: {message}"] * len(LOADS), [message] * len(LOADS)
+    assert found == [[*first, "ValueError"], [*second, "RankError"]]

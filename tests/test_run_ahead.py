@@ -13,9 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from engine_cases import options, requests_for, tiny_policy
-from environment_cases import TOKENIZER, Digits, section_of
-from test_conversations import contents
-from test_rank_rollouts import PROMPTS, collector_of, grader_of
+from environment_cases import PROMPTS, TOKENIZER, Digits, collector_of, grader_of, section_of
 from tiny_run import make_recipe
 
 from srtrl import build, ranks
@@ -33,7 +31,7 @@ from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer.sampling import RolloutContext
+from srtrl.trainer.sampling import RolloutContext, Sampler
 from srtrl.types import Request
 
 NUM_STEPS = 6
@@ -118,23 +116,21 @@ def test_run_aheads_wait_breadth_first_end_after_a_turn_and_each_rank_begins_wit
 
 
 @pytest.mark.parametrize(
-    ("changes", "runs_ahead"),
+    ("name", "value", "runs_ahead"),
     [
-        ({}, True),
-        ({"rollout__draft_budget": 8}, True),
-        ({"rollout__draft_budget": 0}, False),
-        ({"rollout__drafter": "ngram"}, False),
-        ({"rollout__drafter": "none"}, False),
-        ({"rollout__run_ahead_max_slowdown": None}, False),
+        ("draft_budget", 8, True),
+        ("draft_budget", 0, False),
+        ("drafter", "ngram", False),
+        ("drafter", "none", False),
+        ("run_ahead_max_slowdown", None, False),
     ],
 )
 def test_there_are_run_aheads_where_drafts_come_from_them_and_they_are_allowed(
-    changes: dict[str, Any], runs_ahead: bool, tmp_path: Path
+    name: str, value: object, runs_ahead: bool, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(Path("none"), tmp_path, **changes)
-    assert isinstance(
-        build.build_background(recipe, build.build_drafter(recipe)), partial if runs_ahead else type(None)
-    )
+    recipe = make_recipe(Path("none"), tmp_path, **{f"rollout__{name}": value})
+    background = build.build_background(recipe, build.build_drafter(recipe))
+    assert isinstance(background, partial) == runs_ahead
 
 
 @contextmanager
@@ -147,15 +143,15 @@ def graders_and_turns(waits_for: str) -> Iterator[tuple[Grader, Turns]]:
         yield grader, turns
 
 
-def roll_out(waits_for: str, *, runs_ahead: bool) -> tuple[list[Any], dict[str, float], int]:
-    """What two steps learn, the metrics of the second, and the steps of run-aheads alone."""
+def roll_out(waits_for: str, *, runs_ahead: bool) -> tuple[dict[str, float], int]:
+    """The metrics of the second of two steps, and the steps of run-aheads alone."""
     IS_OVER.clear() if runs_ahead else IS_OVER.set()
     background = partial(RunAhead, max_slowdown=0.0) if runs_ahead else None
     sizes = options(max_sequence_tokens=128, slots=12)
     engine = CountingEngine(
         tiny_policy(vocab_size=290), sizes, tokenizer=TOKENIZER, drafter=SrtDrafter(), background=background
     )
-    draws, found, metrics = list(enumerate(PROMPTS)), [], {}
+    draws, metrics = list(enumerate(PROMPTS)), {}
     with graders_and_turns(waits_for) as (grader, turns):
         for first in (0, 3):
             collector = collector_of(grader, turns, 60, num_samples=2)
@@ -164,22 +160,38 @@ def roll_out(waits_for: str, *, runs_ahead: bool) -> tuple[list[Any], dict[str, 
             if waits_for == "judge of a group":
                 limits: Any = {"first_draw": first, "num_prompts": 3, "max_draws": 3}
                 chosen = DrawsUntilFull(PROMPTS.__getitem__, **limits, keeps=lambda _: True)
-            found += contents(collect_rollouts(engine, collector, chosen))
+            collect_rollouts(engine, collector, chosen)
             assert engine.pool.num_used == 0
             metrics = collector.engine_metrics(engine)
             engine.end_step(has_new_weights=True)
-    return found, metrics, engine.num_alone
+    return metrics, engine.num_alone
 
 
 @pytest.mark.parametrize("waits_for", ["judge", "judge of a group", "tool"])
-def test_run_aheads_go_on_while_graders_and_tools_work_and_change_nothing(waits_for: str) -> None:
-    found, metrics, num_alone = roll_out(waits_for, runs_ahead=True)
+def test_run_aheads_go_on_while_graders_and_tools_work(waits_for: str) -> None:
+    """With `roll_out`; that nothing else changes is in `test_promises.py`."""
+    metrics, num_alone = roll_out(waits_for, runs_ahead=True)
     assert num_alone >= NUM_STEPS
     assert metrics["engine/text_tokens_repeated"] > NUM_STEPS
-    expected, without, _ = roll_out(waits_for, runs_ahead=False)
-    assert found == expected
+    without, _ = roll_out(waits_for, runs_ahead=False)
     assert metrics["engine/tokens"] == without["engine/tokens"]
     assert metrics["engine/decode_steps"] <= without["engine/decode_steps"], "steps of run-aheads alone do not count"
+
+
+def test_draws_of_the_next_step_run_ahead_and_none_after_the_last(tmp_path: Path) -> None:
+    announced: list[Any] = []
+    engine: Any = SimpleNamespace(background=run_ahead(), add_background=announced.append)
+    collector: Any = SimpleNamespace(requests=lambda draws: [draw for draw, _ in draws])
+    recipe = make_recipe(Path(), tmp_path, train__num_steps=2)
+    context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(0,), started=lambda prompt: prompt)
+    sampler = Sampler(context, cast(Any, SimpleNamespace(train_prompts=PROMPTS)))
+    sampler.announce(1, range(4), collector)
+    sampler.announce(1, range(4, 6), collector)  # as dynamic sampling does
+    engine.background.clear()
+    sampler.num_draws = 6
+    sampler.announce(2, range(6, 8), collector)
+    sampler.announce(2, range(8, 10), collector)
+    assert announced == [[4, 5, 6, 7], [8, 9], [8, 9]]
 
 
 @pytest.mark.parametrize(

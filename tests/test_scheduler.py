@@ -426,47 +426,39 @@ def test_drafts_get_pages_of_rejected_ones_and_where_these_are_short_the_oldest_
     check_pages(scheduler)
 
 
-def five_that_hold_all_pages() -> tuple[Scheduler, FakeRunner, list[Sample], Callable[[Sample], None]]:
-    """Five running samples of two pages each; all but the first, and what pauses one of them."""
+@pytest.mark.parametrize("waits", ["a new sample", "the last to pause"])
+def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_run(waits: str) -> None:
+    """That which was admitted last, and no more than are needed; what was evicted is computed again.
+
+    A sample that waits for a slot again does not lose its own pages for itself, even if it was admitted last.
+    """
     scheduler, runner = make(10, 6, num_slots=5)
-    for draw in range(5):
+    for draw in range(5):  # two pages each: all pages
         scheduler.add(request(draw, 0, 1, 20))
     for _ in range(7):
         runner.step()
-
-    def pause(sample: Sample) -> None:
+    others = scheduler.running[1:]
+    if waits == "a new sample":
+        scheduler.add(request(5, 0, 4, 3))  # two more pages
+    for num_paused, sample in enumerate(others, start=1):
         del runner.live[sample.slot]
         scheduler.pause(sample)
         runner.calls.append((runner.num_steps + 20, sample))
         assert scheduler.pool.num_free == 0
-
-    return scheduler, runner, scheduler.running[1:], pause
-
-
-def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_run() -> None:
-    """That which was admitted last, and no more than are needed; what was evicted is computed again."""
-    scheduler, runner, others, pause = five_that_hold_all_pages()
-    scheduler.add(request(5, 0, 4, 3))  # two more pages
-    for num_paused, sample in enumerate(others, start=1):
-        pause(sample)
-        started = [name_of(one) for one in runner.step().started]
-        kept = [len(one.page_ids) for one in others[:num_paused]]
-        # Not as long as two run.
-        assert (started, kept) == (([], [2] * num_paused) if num_paused < 4 else (["5.0"], [2, 2, 2, 0]))
+        if num_paused < 4:  # two run, or more
+            assert not runner.step().started
+            assert [len(one.page_ids) for one in others[:num_paused]] == [2] * num_paused
+    if waits == "the last to pause":
+        scheduler.extend(others[-1].request.rng_key, np.full(6, 50, np.int32))  # one more page
+        runner.calls.pop()
+    step = runner.step()
+    kept = {"a new sample": [2, 2, 2, 0], "the last to pause": [2, 2, 0, 0]}
+    assert [len(one.page_ids) for one in others] == kept[waits]
+    assert [name_of(one) for one in step.started] == [{"a new sample": "5.0", "the last to pause": "4.0"}[waits]]
+    if waits == "the last to pause":
+        assert [len(chunk.token_ids) for chunk in step.chunks] == [6], "its own pages were lost"
     while scheduler.has_work or scheduler.paused:
         runner.answer()
         runner.step()
-    assert len(runner.finished) == 6
+    assert len(runner.finished) == 5 + (waits == "a new sample")
     assert scheduler.pool.num_used == 0
-
-
-def test_a_sample_that_waits_for_a_slot_again_does_not_lose_its_own_pages_for_itself() -> None:
-    """Also where it was admitted last."""
-    scheduler, runner, others, pause = five_that_hold_all_pages()
-    for sample in others:
-        pause(sample)
-    scheduler.extend(others[-1].request.rng_key, np.full(6, 50, np.int32))  # one more page
-    step = runner.step()
-    assert [name_of(sample) for sample in step.started] == ["4.0"]
-    assert [len(chunk.token_ids) for chunk in step.chunks] == [6]
-    assert [len(one.page_ids) for one in others[:-1]] == [2, 2, 0]

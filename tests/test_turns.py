@@ -1,4 +1,4 @@
-"""Samples of several turns: how they are decoded, and how long a tool takes, changes no token."""
+"""Samples of several turns, some with a prefix: how they are decoded, and a tool's time, change no token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,10 +19,8 @@ from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.model.attention import PackedPlan
-from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, Response
 
 MAX_TURNS = 4
 
@@ -33,6 +31,13 @@ def turn_requests(num_samples: int = 2, max_new_tokens: int = 60) -> list[Reques
         replace(one, has_turns=True, sampling=replace(one.sampling, end_token_ids=(0, 5), stop_strings=("B", "CD")))
         for one in requests_for(num_samples=num_samples, max_new_tokens=max_new_tokens)
     ]
+
+
+def begun(request: Request, whole: Response, random: np.random.Generator) -> Request:
+    """The request with a part of its response as prefix, or none; it ends in a turn, or after an observation."""
+    ends = [stop for _, stop in whole.extensions] if request.sample_index == 0 else []
+    length = int(random.choice([0, *(ends or whole.sampled)]))
+    return replace(request, prefix=whole.cut(length) if length else None)
 
 
 def observation(completion: Completion) -> list[int]:
@@ -86,33 +91,15 @@ def converse(engine: Engine, requests: list[Request], delays: np.random.Generato
 def cases() -> list[tuple[Transformer, Completions]]:
     policies = [tiny_policy(torch.float32), tiny_policy(torch.bfloat16)]
     engines = [Engine(policy, turn_options(slots=1), tokenizer=Letters()) for policy in policies]
-    return [(policy, converse(engine, turn_requests())) for policy, engine in zip(policies, engines, strict=True)]
+    found = [(policy, converse(engine, turn_requests())) for policy, engine in zip(policies, engines, strict=True)]
+    for _, truth in found:
+        assert MAX_TURNS - 1 in {len(completion.response.extensions) for completion in truth.values()}
+        assert {completion.response.finish_reason for completion in truth.values()} == {"stop", "length"}
+    return found
 
 
 def turn_options(**changes: object) -> EngineOptions:
     return options(**({"max_sequence_tokens": 96} | changes))
-
-
-def test_the_reference_has_turns_of_all_kinds_and_log_probs_of_one_forward_pass(
-    cases: list[tuple[Transformer, Completions]],
-) -> None:
-    for policy, truth in cases:
-        numbers = {len(completion.response.extensions) for completion in truth.values()}
-        assert {MAX_TURNS - 1} < numbers
-        assert {completion.response.finish_reason for completion in truth.values()} == {"stop", "length"}
-        for completion in truth.values():
-            prompt = completion.request.prompt_token_ids
-            response = completion.response
-            token_ids = torch.tensor([*prompt, *response.token_ids.tolist()])
-            rows = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))[len(prompt) - 1 : -1]
-            logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=1.0)
-            for start, stop in response.extensions:
-                text = Letters().decode(response.token_ids[:start].tolist())
-                assert response.token_ids[start - 1] in (0, 5) or text.endswith(("B", "CD"))
-                assert not response.rollout_logprobs[start:stop].any()
-                logprobs[start:stop] = 0
-            if policy is cases[0][0]:
-                assert torch.allclose(logprobs.detach(), torch.tensor(response.rollout_logprobs), atol=1e-5, rtol=0)
 
 
 class TurnDrafter(FakeDrafter):
@@ -146,11 +133,16 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
     drafter = drafter_class(**known) if drafter_class else None
     engine = Engine(policy, turn_options(**changes), tokenizer=Letters(), drafter=drafter)
     requests = data.draw(st.permutations(turn_requests()), "order")[:5]
+    if data.draw(st.sampled_from([True, False]), "prefixes"):
+        random = np.random.default_rng(data.draw(st.integers(0, 9), "seed"))
+        requests = [begun(one, truth[one.draw_index, one.sample_index].response, random) for one in requests]
     for seed in (1, 2):  # the second time drafters know all, and nothing of the first time is left in the engine
         delays = np.random.default_rng(seed) if data.draw(st.sampled_from([True, False]), "delays") else None
         found = converse(engine, requests, delays)
         assert outputs(found) == outputs({key: truth[key] for key in found})
         assert all(one.response.extensions == truth[key].response.extensions for key, one in found.items())
+        num_sampled = sum(len(completion.newly_sampled) for completion in found.values())
+        assert engine.take_metrics()["engine/tokens"] == num_sampled, "sampled twice"
         engine.end_step(has_new_weights=True)
         requests = requests[::-1]
 
@@ -212,8 +204,17 @@ def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer,
     assert num_prefill[0] > num_prefill[1]
 
 
-def test_what_cannot_be_extended_is_refused(cases: list[tuple[Transformer, Completions]]) -> None:
-    engine = Engine(cases[0][0], turn_options(), tokenizer=Letters())
+def test_what_cannot_be_extended_or_continued_is_refused(cases: list[tuple[Transformer, Completions]]) -> None:
+    policy, truth = cases[0]
+    engine = Engine(policy, turn_options(), tokenizer=Letters())
+    whole = next(one for one in truth.values() if one.response.extensions)
+    length = len(whole.response.token_ids)
+    limited = replace(whole.request.sampling, max_new_tokens=length)
+    with pytest.raises(ValueError, match=f"found {length}$"):
+        engine.check_request(replace(whole.request, sampling=limited, prefix=whole.response))
+    foreign = replace(whole.response, token_ids=whole.response.token_ids + 40)
+    with pytest.raises(ValueError, match="is not in the vocabulary"):
+        engine.check_request(replace(whole.request, prefix=foreign))
     generated = engine.generate(turn_requests()[:1])
     completion = next(generated)
     room = 60 - len(completion.response.token_ids) - 1
