@@ -514,24 +514,40 @@ def launch_kernel(device: FakeCuda, run: Callable[..., Any]) -> Callable[..., No
     return launch
 
 
-def varlen_attn(
-    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, *longest: int, **options: Any
+def attend_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    *longest: int,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """FlashAttention's conditions, and attention by its definition."""
-    left, right = options.pop("window_size")
-    assert right == 0, "causal"
-    assert q.shape[1] == k.shape[1] or options.pop("enable_gqa")
-    assert not options
-    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    """What `torch.nn.attention.varlen.varlen_attn` of torch 2.13 computes, by its definition, and what it refuses.
+
+    Its causal mask is aligned at the end: a GPU test says so.
+    """
+    left, right = window_size
+    assert right == 0, "not causal"
+    assert q.shape[1] == k.shape[1] == v.shape[1] or enable_gqa
+    assert q.dtype == k.dtype == v.dtype
+    assert query_starts.dtype == key_starts.dtype == torch.int32
+    assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
+    with plain():
+        num_queries, lengths = (starts.diff().tolist() for starts in (query_starts, key_starts))
+    assert longest == (max(num_queries), max(lengths))
+    return packed_attention_reference(lengths, q, k, v, num_queries, window=None if left < 0 else left + 1)
+
+
+def varlen_attn(*inputs: Any, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> Tensor:
+    """The same on a device, which has further conditions."""
+    q = inputs[0]
+    assert q.dtype == torch.bfloat16
     assert q.shape[2] % 8 == 0
     assert q.shape[2] <= 256
-    assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
-    assert query_starts.dtype == key_starts.dtype == torch.int32
-    assert all(map(is_here, (q, k, v, query_starts, key_starts)))
-    with plain():
-        counts = [starts.diff().tolist() for starts in (query_starts, key_starts)]
-    assert [max(lengths) for lengths in counts] == list(longest)
-    return packed_attention_reference(counts[1], q, k, v, counts[0], window=None if left < 0 else left + 1)
+    assert all(map(is_here, inputs[:5]))
+    return attend_varlen(*inputs, window_size=window_size, enable_gqa=enable_gqa)
 
 
 @contextmanager
