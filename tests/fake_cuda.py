@@ -21,7 +21,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -29,8 +29,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
-import kernel_cases  # noqa: F401  it mends the interpreter
+import numpy as np
 import torch
+from kernel_cases import KERNEL_DEVICE  # it mends the interpreter
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
@@ -350,7 +351,7 @@ class Functions(TorchFunctionMode):
         """Of the calls that are under way: whether they make tensors of the device."""
         self.methods: dict[str, Callable[..., Any]] = {
             "numpy": self.numpy,
-            "__array__": self.numpy,
+            "__array__": lambda tensor, dtype=None: np.asarray(self.numpy(tensor), dtype),
             "__deepcopy__": self.copy_storage,
             "to": self.to,
             "cpu": lambda tensor: self.to(tensor, "cpu"),
@@ -608,3 +609,8 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         stack.enter_context(Operations(device, functions))
         stack.enter_context(functions)
         yield device
+
+
+def any_cuda() -> AbstractContextManager[FakeCuda]:
+    """The fake device, or where there is a real one a record of nothing."""
+    return nullcontext(FakeCuda()) if KERNEL_DEVICE == "cuda" else fake_cuda()
