@@ -299,10 +299,59 @@ def rollouts(device: str) -> list[Row]:
 
 
 def training(device: str) -> list[Row]:
-    """Two training steps of a recipe's shape with random weights."""
+    """Two training steps of `grpo_gsm8k` at its own sizes: they fit, and agree with the decoder."""
+    return two_steps(device, "grpo_gsm8k", mean_tokens=300)
+
+
+def training_math(device: str) -> list[Row]:
+    """The same of `grpo_math`, which takes longer."""
+    return two_steps(device, "grpo_math", mean_tokens=700)
+
+
+def two_steps(device: str, recipe_name: str, mean_tokens: int) -> list[Row]:
+    """A row per step, with random weights of the recipe's model's shape, which needs no download; tiny on a CPU.
+
+    Lengths of responses are geometric with this mean, which the end tokens decide: random weights sample nearly
+    uniformly. Compare the peak with the table of docs/performance.md.
+    """
+    import torch
+
+    from srtrl.build import run_training
+    from srtrl.metrics import read_metrics
+    from srtrl.model.folders import load_tokenizer
+    from srtrl.model.hf_config import config_from_hf
+    from srtrl.model.shapes import SHAPES
+    from srtrl.model.weights import init_model
+    from srtrl.planner import DEFAULT_GPU_GIB, MAX_SHARE, find_config
+    from srtrl.recipe.file import load_recipe
+    from srtrl.run.checkpoint import save_policy
+
+    changes = ["log.trackers=[]", "eval={before_and_after: false}", "train.num_steps=2", "train.warmup_steps=0"]
     if device == "cpu":
-        return [run_pytest(["tests/test_cuda_graphs.py"])]
-    return [run_pytest(["-m", "gpu and slow", "tests/test_gpu_recipes.py", "-s", "-k", "gsm8k"])]
+        changes += ["rollout.num_prompts=4", "rollout.num_samples=2", "rollout.max_new_tokens=30"]
+        changes += ["model.dtype=float32", "device=cpu", "num_threads=1"]
+        mean_tokens = 10
+    file = ROOT / "recipes" / f"{recipe_name}.yaml"
+    config = config_from_hf(SHAPES["tiny"]) if device == "cpu" else find_config(load_recipe(file).model.path)[0]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = init_model(config, 0, torch.bfloat16, "cpu")
+        ends = torch.arange(0, config.vocab_size, mean_tokens).tolist()  # one token in `mean_tokens` ends a response
+        save_policy(folder / "model", model=model, tokenizer=load_tokenizer("bundled:tiny"), end_ids=ends)
+        rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
+        (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        changes += [f"output_dir={folder}", f"model.path={folder / 'model'}", "rewards=[{name: 'tiny_run:digits'}]"]
+        changes.append(f"task={{name: prompts, options: {{train: {{files: [{folder / 'prompts.jsonl'}]}}}}}}")
+        run_training(load_recipe(file, changes))
+        steps = read_metrics(folder / recipe_name / "metrics.jsonl")[-2:]
+    shown = ("tokens/", "time/", "memory/", "logprob_difference/")
+    found = []
+    for step in steps:
+        agrees = step["logprob_difference/mean"] <= 0.01 and step["logprob_difference/kl"] <= 1e-3
+        fits = step.get("memory/peak_gib", 0.0) < MAX_SHARE * DEFAULT_GPU_GIB
+        row: Row = {"recipe": recipe_name, "step": step["step"], "passed": agrees and fits}
+        found.append(row | {name: round(value, 5) for name, value in step.items() if name.startswith(shown)})
+    return found
 
 
 def table_of(results: dict[str, list[Row]]) -> str:
@@ -317,7 +366,7 @@ def main() -> int:
     """Run a stage, or all; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--stage", choices=(*STAGES, "small_steps"))
+    parser.add_argument("--stage", choices=(*STAGES, "small_steps", "training_math"))
     parser.add_argument("--write-docs", type=Path)
     options = parser.parse_args()
     if options.stage:

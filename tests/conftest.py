@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -16,12 +16,15 @@ from srtrl.engine.warm_up import compile_kernels
 from srtrl.features.head_drafter import wrap_for_warm_up
 from srtrl.model.cpu_threads import set_cpu_threads
 
+if TYPE_CHECKING:
+    from fake_cuda import FakeCuda
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: tests of kernels run them on the CPU
 
 if find_spec("triton") is None:  # there is none for macOS, no CUDA path to test, and no kernel that has the sandbox
     collect_ignore_glob = [
-        *("test_triton_*", "test_gpu_*", "test_cuda_runner*"),
+        *("test_triton_*", "test_gpu_*", "test_cuda_*", "test_flash*"),
         *("test_engine_cuda*", "test_fake_cuda*", "test_recipe_memory*", "test_python_sandbox*"),
     ]
 
@@ -83,6 +86,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device() -> Iterator["FakeCuda"]:
+    """A CUDA device; without one a fake, whose findings a test looks at."""
+    from fake_cuda import any_cuda  # needs Triton, which macOS has not
+
+    with any_cuda() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

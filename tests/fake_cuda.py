@@ -21,7 +21,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -29,8 +29,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
-import kernel_cases  # noqa: F401  it mends the interpreter
+import numpy as np
 import torch
+from kernel_cases import KERNEL_DEVICE  # it mends the interpreter
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,7 @@ EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 GARBAGE = 0x7E
 CAPTURED_GARBAGE = 0xFF
 """In each byte: NaN, or -1."""
+TOTAL_BYTES = 80 * 2**30
 
 _real_device: Any = torch.Tensor.device
 _is_plain = 0
@@ -113,6 +115,14 @@ class FakeCuda:
         self.waits: Counter[str] = Counter()
         """The host waited for the device: where -> how often."""
         self.num_captures = self.num_replays = 0
+        self.log: list[str] = []
+        """What waits for which stream, where captures begin, and when memory is given back."""
+        self.pools: list[Any] = []
+        """Of the captures."""
+        self.free_bytes = TOTAL_BYTES
+        self.is_broken = False
+        """Whether a capture cannot end, as after an error in it."""
+        self.current = Stream(self, "main")
         self.queue: list[Pending] = []
         self.capture: Graph | None = None
         self.kernels: set[Any] = set()
@@ -231,10 +241,12 @@ class Graph:
         self.calls: list[Call] = []
         self.before: list[tuple[weakref.ref[Any], Tensor]] = []
 
-    def capture_begin(self, **_: Any) -> None:
+    def capture_begin(self, *, pool: Any, **_: Any) -> None:
         """Record from here on, with the memory as it is."""
         assert self.device.capture is None, "a capture within a capture"
         self.device.num_captures += 1
+        self.device.pools.append(pool)
+        self.device.log.append(f"capture on {self.device.current.name}")
         with plain():
             for reference in list(self.device.storages.values()):
                 if (storage := reference()) is not None:
@@ -250,6 +262,8 @@ class Graph:
                     memory_of(storage).copy_(content)
         self.before.clear()
         self.spoil()
+        if self.device.is_broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def spoil(self) -> None:
         """Another graph of the pool may overwrite this one's memory."""
@@ -301,11 +315,13 @@ class Graph:
 class Stream:
     """`torch.cuda.Stream`; all of them are one."""
 
-    def __init__(self, device: FakeCuda) -> None:
+    def __init__(self, device: FakeCuda, name: str) -> None:
         self.device = device
+        self.name = name
 
-    def wait_stream(self, _: "Stream") -> None:
+    def wait_stream(self, other: "Stream") -> None:
         """What the other has queued comes first anyhow."""
+        self.device.log.append(f"{self.name} after {other.name}")
 
     def wait_event(self, _: "Event") -> None:
         """So does what was queued before the event."""
@@ -350,7 +366,7 @@ class Functions(TorchFunctionMode):
         """Of the calls that are under way: whether they make tensors of the device."""
         self.methods: dict[str, Callable[..., Any]] = {
             "numpy": self.numpy,
-            "__array__": self.numpy,
+            "__array__": lambda tensor, dtype=None: np.asarray(self.numpy(tensor), dtype),
             "__deepcopy__": self.copy_storage,
             "to": self.to,
             "cpu": lambda tensor: self.to(tensor, "cpu"),
@@ -514,24 +530,40 @@ def launch_kernel(device: FakeCuda, run: Callable[..., Any]) -> Callable[..., No
     return launch
 
 
-def varlen_attn(
-    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, *longest: int, **options: Any
+def attend_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    *longest: int,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """FlashAttention's conditions, and attention by its definition."""
-    left, right = options.pop("window_size")
-    assert right == 0, "causal"
-    assert q.shape[1] == k.shape[1] or options.pop("enable_gqa")
-    assert not options
-    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    """What `torch.nn.attention.varlen.varlen_attn` of torch 2.13 computes, by its definition, and what it refuses.
+
+    Its causal mask is aligned at the end: a GPU test says so.
+    """
+    left, right = window_size
+    assert right == 0, "not causal"
+    assert q.shape[1] == k.shape[1] == v.shape[1] or enable_gqa
+    assert q.dtype == k.dtype == v.dtype
+    assert query_starts.dtype == key_starts.dtype == torch.int32
+    assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
+    with plain():
+        num_queries, lengths = (starts.diff().tolist() for starts in (query_starts, key_starts))
+    assert longest == (max(num_queries), max(lengths))
+    return packed_attention_reference(lengths, q, k, v, num_queries, window=None if left < 0 else left + 1)
+
+
+def varlen_attn(*inputs: Any, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> Tensor:
+    """The same on a device, which has further conditions."""
+    q = inputs[0]
+    assert q.dtype == torch.bfloat16
     assert q.shape[2] % 8 == 0
     assert q.shape[2] <= 256
-    assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
-    assert query_starts.dtype == key_starts.dtype == torch.int32
-    assert all(map(is_here, (q, k, v, query_starts, key_starts)))
-    with plain():
-        counts = [starts.diff().tolist() for starts in (query_starts, key_starts)]
-    assert [max(lengths) for lengths in counts] == list(longest)
-    return packed_attention_reference(counts[1], q, k, v, counts[0], window=None if left < 0 else left + 1)
+    assert all(map(is_here, inputs[:5]))
+    return attend_varlen(*inputs, window_size=window_size, enable_gqa=enable_gqa)
 
 
 @contextmanager
@@ -539,11 +571,12 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
     """`torch.cuda` is the fake device inside the `with` block."""
     device = FakeCuda()
     executor = import_module("triton.runtime.interpreter").GridExecutor
-    total, multiprocessor = 80 * 2**30, 228 * 1024
     properties = SimpleNamespace(
-        name="fake", total_memory=total, multi_processor_count=132, shared_memory_per_multiprocessor=multiprocessor
+        name="fake",
+        total_memory=TOTAL_BYTES,
+        multi_processor_count=132,
+        shared_memory_per_multiprocessor=228 * 1024,
     )
-    stream = Stream(device)
     cuda: dict[str, Any] = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -553,24 +586,23 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: capability,
-        "mem_get_info": lambda *_: (total, total),
+        "mem_get_info": lambda *_: (device.free_bytes, TOTAL_BYTES),
         "synchronize": lambda *_: device.wait("synchronize"),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=device.register, cudaHostUnregister=device.unregister),
         "check_error": lambda _: None,
-        "Stream": lambda *_, **__: Stream(device),
+        "Stream": lambda *_, **__: Stream(device, "side"),
         "MemPool": SimpleNamespace,
         "use_mem_pool": lambda _: nullcontext(),
         "set_device": lambda _: None,
         "Event": lambda *_, **__: Event(device),
         "CUDAGraph": lambda: Graph(device),
-        "graph_pool_handle": lambda: (0, 1),
-        "stream": lambda _: nullcontext(),
-        "current_stream": lambda *_: stream,
+        "graph_pool_handle": object,
+        "stream": lambda stream: mock.patch.object(device, "current", stream or device.current),
+        "current_stream": lambda *_: device.current,
+        "empty_cache": lambda: device.log.append("memory is given back"),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated"), lambda *_: 0),
-        **dict.fromkeys(
-            ("empty_cache", "reset_peak_memory_stats", "manual_seed_all", "set_rng_state"), lambda *_: None
-        ),
+        **dict.fromkeys(("reset_peak_memory_stats", "manual_seed_all", "set_rng_state"), lambda *_: None),
     }
     functions, autograd = Functions(device), import_module("torch.autograd")
 
@@ -592,3 +624,8 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         stack.enter_context(Operations(device, functions))
         stack.enter_context(functions)
         yield device
+
+
+def any_cuda() -> AbstractContextManager[FakeCuda]:
+    """The fake device, or where there is a real one a record of nothing."""
+    return nullcontext(FakeCuda()) if KERNEL_DEVICE == "cuda" else fake_cuda()

@@ -10,7 +10,6 @@ from engine_cases import make_request, tiny_policy
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
-from srtrl.cuda.graphs import StepGraphs
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
@@ -18,11 +17,10 @@ from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk,
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
-from srtrl.model.paged_attention import ReferencePlan
 from srtrl.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from srtrl.cuda.runner import CudaRunner, CudaStep
+    from srtrl.cuda.runner import CudaRunner
 
 
 def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 50) -> DraftTree:
@@ -155,48 +153,6 @@ def runner_options(**changes: Any) -> EngineOptions:
     """Options with the sizes above."""
     values = {"page_size": PAGE_SIZE, "max_draft_nodes": MAX_NODES, "slots": 128, "num_top": NUM_TOP}
     return EngineOptions(**(values | changes))
-
-
-def compute_by_reference(runner: "CudaRunner") -> "Callable[[CudaStep], None]":
-    """What a step of the runner does, from the same inputs, in plain PyTorch."""
-
-    @torch.inference_mode()
-    def compute(step: "CudaStep") -> None:
-        moves = step.moves[: int(step.num_moves)].cpu().numpy()
-        runner.cache.move_indices(moves[:, 0], moves[:, 1])
-        plan = ReferencePlan(runner.cache, step.rows)
-        step.hidden.copy_(runner.model(step.rows.token_ids.long(), plan))
-        if step.inputs.shape.num_sampled:
-            logits = runner.model.logits(step.hidden[: step.inputs.shape.num_sampled])
-            noise = (step.temperatures, step.rng_keys, step.sample_positions.long())
-            step.tokens.copy_(sample_rows_reference(logits, *noise))
-            step.logprobs.copy_(row_logprobs_reference(logits, step.temperatures, step.tokens.long()))
-            temperatures = torch.where(step.temperatures > 0, step.temperatures, 1.0)[:, None]
-            top = (logits / temperatures).log_softmax(-1).topk(step.top[0].shape[1])
-            step.top[0].copy_(top.indices)
-            step.top[1].copy_(top.values)
-
-    return compute
-
-
-class FakeGraphs(StepGraphs):
-    """Captures a step by keeping it."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def _open_stream(self, compute: Callable[[], None]) -> bool:
-        return False
-
-    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        return compute
-
-
-def use_reference(runner: "CudaRunner") -> "CudaRunner":
-    """Compute the runner's steps in plain PyTorch, faster than interpreted kernels, and let it keep them as graphs."""
-    runner.compute = compute_by_reference(runner)
-    runner._graphs = FakeGraphs()
-    return runner
 
 
 def batch_arrays(**arrays: Any) -> BatchArrays:

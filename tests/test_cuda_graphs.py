@@ -1,166 +1,112 @@
-"""Which steps are captured, which graphs are kept, and when they are dropped; without a device."""
+"""Which steps are captured, which graphs are kept, and when they are dropped."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 
 from srtrl.cuda.graphs import StepGraphs
 
-DEVICE = torch.device("cuda")
+CUDA = torch.device("cuda")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 
 
-class FakeCuda:
-    """As much of `torch.cuda` as a capture calls, and steps; logs what waits for what, and what runs on which stream.
+class Steps:
+    """Steps, each a letter; the device remembers in which order it has computed them."""
 
-    A step is a letter: "a" is computed, and "A" replayed.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.pools: list[object] = []
-        self.current = "current"
-        self.captured: list[str] | None = None
-        self.free_bytes = 2**40
+    def __init__(self, device: FakeCuda, max_graphs: int = 4, *, has_graphs: bool = True) -> None:
+        self.device = device
+        self.graphs = StepGraphs(CUDA if has_graphs else None, max_graphs=max_graphs)
+        self.digits = torch.zeros((), dtype=torch.float64, device="cuda")
         self.num_left = 100
         """Computations until one fails."""
-        self.is_broken = False
-        """Whether the end of a capture fails, too, as after an error in it."""
 
-    def run(self, graphs: StepGraphs, steps: str, **options: Any) -> list[bool]:
-        """What `StepGraphs.run` says to each step."""
-        return [graphs.run(step, partial(self.compute, step), **options) for step in steps]
+    def run(self, steps: str, *, can_capture: bool = True) -> str:
+        """Ask for these; + for those for which no kernel was compiled and no graph captured."""
+        was_prepared = (self.graphs.run(step, partial(self.compute, step), can_capture=can_capture) for step in steps)
+        return "".join(".+"[prepared] for prepared in was_prepared)
 
     def compute(self, step: str) -> None:
         self.num_left -= 1
         if self.num_left == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        if self.captured is None:
-            self.log.append(f"run {step} on {self.current}")
-        else:
-            self.captured.append(step)
-            self.log.append(f"record {step} on {self.current}")
+        self.device.log.append(f"{step} on {self.device.current.name}")
+        self.digits.mul_(10).add_("abc".index(step) + 1)
 
     @property
-    def steps(self) -> str:
-        """What ran."""
-        return "".join(line.split()[1] for line in self.log if line.startswith("run "))
-
-    def make_stream(self, name: str) -> Any:
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append(f"{name} after {other.name}"))
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream.name
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def make_graph(self) -> Any:
-        steps: list[str] = []
-
-        def begin(*, pool: object, **_: object) -> None:
-            self.pools.append(pool)
-            self.captured = steps
-            self.log.append(f"begin on {self.current}")
-
-        def end() -> None:
-            self.captured = None
-            self.log.append("end")
-            if self.is_broken:
-                raise RuntimeError("operation failed due to a previous error during capture")
-
-        def replay() -> None:
-            self.log.append(f"run {''.join(steps).upper()} on {self.current}")
-
-        return SimpleNamespace(capture_begin=begin, capture_end=end, replay=replay)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: fake.make_stream("side"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.make_stream(fake.current))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.make_graph)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free_bytes, 2**40))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.log.append("empty"))
-    return fake
+    def done(self) -> str:
+        """What the device has computed."""
+        return "".join("abc"[int(digit) - 1] for digit in f"{float(self.digits):.0f}")
 
 
 @pytest.mark.parametrize(
-    ("device", "max_graphs", "can_capture", "asked", "prepared", "ran"),
+    ("max_graphs", "changes", "asked", "prepared", "num_captures", "num_replays"),
     [
-        (DEVICE, 4, True, "ababab", "....++", "abaBAB"),  # captured when a shape comes again
-        (DEVICE, 2, True, "abcabacab", ".....+.+.", "abcaBACAB"),  # the least recently used goes first
-        (DEVICE, 4, False, "aaa", ".++", "aaa"),  # not worth a graph
-        (None, 4, True, "aaa", ".++", "aaa"),
+        (4, {}, "ababab", "....++", 2, 3),  # captured when a shape comes again
+        (2, {}, "abcabacab", ".....+.+.", 4, 5),  # the least recently used goes first
+        (4, {"can_capture": False}, "aaa", ".++", 0, 0),  # not worth a graph
+        (4, {"has_graphs": False}, "aaa", ".++", 0, 0),
     ],
 )
 def test_steps_are_computed_captured_and_replayed(
-    device: torch.device | None, max_graphs: int, can_capture: bool, asked: str, prepared: str, ran: str, cuda: FakeCuda
+    device: FakeCuda,
+    max_graphs: int,
+    changes: dict[str, bool],
+    asked: str,
+    prepared: str,
+    num_captures: int,
+    num_replays: int,
 ) -> None:
-    """`prepared`: + for steps for which no kernel was compiled and no graph captured."""
-    graphs = StepGraphs(device, max_graphs=max_graphs)
-    was_prepared = cuda.run(graphs, asked, can_capture=can_capture)
-    assert was_prepared == [sign == "+" for sign in prepared]
-    assert cuda.steps == ran
-    assert len(graphs) == (2 if "B" in ran else 0)
+    """Each once: a step that moves KV must not run twice."""
+    steps = Steps(device, max_graphs, has_graphs=changes.get("has_graphs", True))
+    assert steps.run(asked, can_capture=changes.get("can_capture", True)) == prepared
+    assert steps.done == asked
+    assert (device.num_captures, device.num_replays) == (num_captures, num_replays)
+    assert len(steps.graphs) == min(2, num_captures)
 
 
-def test_a_pool_whose_last_graph_is_gone_is_not_used_again(cuda: FakeCuda) -> None:
-    graphs = StepGraphs(DEVICE, max_graphs=2)
-    cuda.run(graphs, "aabbcc")
-    graphs.drop()
-    cuda.run(graphs, "c")
-    first, second, third, fourth = cuda.pools
+def test_a_pool_whose_last_graph_is_gone_is_not_used_again(device: FakeCuda) -> None:
+    steps = Steps(device, max_graphs=2)
+    steps.run("aabbcc")
+    steps.graphs.drop()
+    steps.run("c")
+    first, second, third, fourth = device.pools
     assert first is second is third
     assert fourth is not third
 
 
-def test_each_step_is_computed_once_and_memory_is_given_back_only_where_little_is_left(cuda: FakeCuda) -> None:
-    """A step that moves KV must not run twice: the first capture's warm-up is the step itself.
-
-    Nothing is computed in a capture.
-    """
-    graphs = StepGraphs(DEVICE)
-    cuda.run(graphs, "aaab")
-    first, second = (
-        ["begin on side", f"record {step} on side", "end"] for step in "ab"
-    )  # nothing is computed meanwhile
-    warm_up = ["side after current", "run a on side", "current after side"]
-    assert cuda.log == ["run a on current", *warm_up, *first, "run A on current", "run b on current"]
-    cuda.log.clear()
-    cuda.free_bytes = 2**20
-    cuda.run(graphs, "b")
-    assert cuda.log == ["empty", *second, "run B on current"]
-
-
-@pytest.mark.parametrize(("fails_at", "num_graphs"), [(2, 0), (3, 0), (5, 1)])
-def test_a_capture_that_fails_leaves_streams_and_graphs_in_order(
-    cuda: FakeCuda, fails_at: int, num_graphs: int
+def test_the_first_capture_warms_up_its_stream_and_memory_is_given_back_only_where_little_is_left(
+    device: FakeCuda,
 ) -> None:
-    """In the warm-up of the first capture, in that capture, and in the next one."""
-    graphs = StepGraphs(DEVICE)
-    cuda.num_left = fails_at
-    with pytest.raises(torch.OutOfMemoryError):
-        cuda.run(graphs, "aabb")
-    assert cuda.current == "current"
-    assert [line for line in cuda.log if "after" in line] == ["side after current", "current after side"]
-    assert cuda.log.count("begin on side") == cuda.log.count("end") == (fails_at - 1) // 2
-    assert len(graphs) == num_graphs
-    assert cuda.run(graphs, "a") == [num_graphs == 1]
+    steps = Steps(device)
+    steps.run("aaab")
+    warm_up = ["side after main", "a on side", "main after side"]
+    assert device.log == ["a on main", *warm_up, "capture on side", "a on side", "b on main"]
+    device.log.clear()
+    device.free_bytes = 2**20
+    steps.run("b")
+    assert device.log == ["memory is given back", "capture on side", "b on side"]
 
 
-def test_the_error_in_a_capture_is_the_one_that_is_seen(cuda: FakeCuda) -> None:
-    """And not that the capture could not end."""
-    cuda.num_left, cuda.is_broken = 3, True
+@pytest.mark.parametrize(
+    ("fails_at", "is_broken", "num_graphs"), [(2, False, 0), (3, False, 0), (3, True, 0), (5, False, 1)]
+)
+def test_a_capture_that_fails_leaves_streams_and_graphs_in_order(
+    device: FakeCuda, fails_at: int, is_broken: bool, num_graphs: int
+) -> None:
+    """In the warm-up of the first capture, in that capture, and in the next one.
+
+    The error is the one in the capture, and not that the capture could not end.
+    """
+    steps = Steps(device)
+    steps.num_left, device.is_broken = fails_at, is_broken
     with pytest.raises(torch.OutOfMemoryError):
-        cuda.run(StepGraphs(DEVICE), "aa")
-    assert cuda.log[-1] == "end"
+        steps.run("aabb")
+    assert device.capture is None
+    assert device.current.name == "main"
+    assert [line for line in device.log if "after" in line] == ["side after main", "main after side"]
+    assert device.num_captures == (fails_at - 1) // 2
+    assert len(steps.graphs) == num_graphs
+    device.is_broken = False
+    assert steps.run("a") == ".+"[num_graphs == 1]

@@ -3,15 +3,15 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import util
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import KERNEL_DEVICE
-from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
+from kernel_cases import KERNEL_DEVICE  # noqa: F401  with a GPU these tests run on it
+from runner_cases import Samples, cuda_runner, random_trees, runner_policy
 
 from srtrl import build
 from srtrl.cuda import compiler
@@ -80,17 +80,20 @@ def test_shapes_are_few() -> None:
     assert len({PLANNER.shape(size_of(*[1] * 64, max_keys=keys)) for keys in range(1, 4224, 50)}) == 1
 
 
-def graphed_samples(**changes: Any) -> tuple[CudaRunner, Samples]:
-    """Samples, and their runner, which captures graphs; on a CPU by a stand-in, of steps in plain PyTorch."""
-    runner = cuda_runner(runner_policy(), **changes)
-    if KERNEL_DEVICE == "cpu":
-        use_reference(runner)
-    return runner, Samples(runner, runner.model)
+@pytest.fixture
+def samples(device: FakeCuda) -> Samples:
+    """Samples whose runner captures graphs."""
+    return Samples(cuda_runner(runner_policy().to("cuda")), runner_policy())
 
 
-def test_graphs_compute_what_single_launches_do() -> None:
+def runner_of(samples: Samples) -> CudaRunner:
+    assert isinstance(samples.runner, CudaRunner)
+    return samples.runner
+
+
+def test_graphs_compute_what_single_launches_do(samples: Samples) -> None:
     """In the third round all shapes are replayed over new tokens, trees and numbers of sequences."""
-    runner, samples = graphed_samples()
+    runner = runner_of(samples)
     samples.prefill()
     was_prepared = []
     for seed, slots in ((0, [0, 1, 2]), (1, [2, 0, 1]), (2, [0, 1, 2]), (3, [1, 2])):
@@ -102,8 +105,8 @@ def test_graphs_compute_what_single_launches_do() -> None:
     assert len(runner._graphs) == 1
 
 
-def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
-    runner, samples = graphed_samples()
+def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then(samples: Samples) -> None:
+    runner = runner_of(samples)
     samples.prefill()
 
     def has_graph() -> bool:
@@ -129,12 +132,14 @@ def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
     assert not has_graph()
 
 
-def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of those that were used most recently; larger steps than graphs are for are never captured."""
     monkeypatch.setattr(cuda_runner_module, "MAX_STEPS", 2)
     monkeypatch.setattr(cuda_runner_module, "MAX_GRAPH_ROWS", 8)
-    runner, samples = graphed_samples()
-    for num_rows in (1, 8, 1, 16, 16, 16):
+    runner = runner_of(samples)
+    for num_rows in (1, 8, 1, 16):
         assert runner.time_step(num_rows, 9, 1) > 0
     assert [shape.step.num_rows for shape in runner._steps] == [1, 16]
     assert {key.step.num_rows for key in runner._graphs._graphs if isinstance(key, LaunchShape)} == {1, 8}
@@ -142,11 +147,9 @@ def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(monkeypatch: pyt
     samples.check_step()
 
 
-def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_go_through_small_buffers(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner_module, "LOGITS_AT_ONCE", 4)
     monkeypatch.setattr(cuda_runner_module, "FILTERED_AT_ONCE", 3)
-    runner = cuda_runner(runner_policy())
-    samples = Samples(runner, runner.model)
     samples.prefill()
     keep_all = RowFilters(top_k=np.zeros(6, np.int64), top_p=np.ones(6))
     for filters in (None, keep_all):
@@ -169,12 +172,10 @@ def test_a_window_that_a_draft_tree_may_exceed_is_refused() -> None:
             CudaRunner(Transformer(narrow, torch.float32, "cpu"), EngineOptions(max_draft_nodes=nodes), 64)
 
 
-def test_a_step_without_memory_names_the_options_that_help() -> None:
-    runner, samples = graphed_samples()
-
+def test_a_step_without_memory_names_the_options_that_help(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(step: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    runner.compute = fail
+    monkeypatch.setattr(runner_of(samples), "compute", fail)
     with pytest.raises(ValueError, match=r"16 rows \(16 of them sampled\).*rollout.kv_memory_gib"):
         samples.step([0, 1, 2], random_trees(np.random.default_rng(0), [8, 2, 0]))

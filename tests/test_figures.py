@@ -10,11 +10,9 @@ import torch
 from srtrl.algorithms.advantages import group_relative
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
-from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_class
 from srtrl.tasks.base import load_task
 from srtrl.trainer.sampling import DataOrder
-from srtrl.types import Prompt
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WALKTHROUGH = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
@@ -23,59 +21,50 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def drawn() -> tuple[Recipe, Prompt]:
-    """Quickstart, and the prompt of its draw 5."""
-    recipe = load_recipe(Path("quickstart"), ["task.options.num_train=1024"])  # as the page says
-    prompts = load_task(recipe, load_tokenizer(recipe.model.path)).train_prompts
-    return recipe, prompts[DataOrder(len(prompts), recipe.seed).prompt_of(5)]
-
-
 def found(pattern: str, page: str) -> list[str]:
     """The groups of the only match."""
     [match] = re.finditer(pattern, page)
     return [*match.groups()]
 
 
-def test_the_walkthrough_follows_the_prompt_of_draw_5_and_its_tokens(drawn: tuple[Recipe, Prompt]) -> None:
-    recipe, prompt = drawn
-    text, number, ids = found(r"`(Compute .*)` and a line break are (\d+) tokens, `([\d ]+)`", WALKTHROUGH)
-    assert (prompt.text, list(prompt.token_ids)) == (f"{text}\n", [*map(int, ids.split())])
-    assert len(prompt.token_ids) == int(number)
-    assert "step 1, draw 5; all of it is in\n`runs/walk/rollouts/" in WALKTHROUGH
-    assert f"--prompt {prompt.prompt_id}`" in WALKTHROUGH
-    assert f"The answer is {prompt.answer}." in WALKTHROUGH
-    rollout = recipe.rollout
-    num_samples = rollout.num_prompts * rollout.num_samples
-    assert f"(quickstart: {rollout.num_prompts} x {rollout.num_samples} =\n{num_samples})" in WALKTHROUGH
+def test_the_walkthrough_follows_a_draw_from_its_prompt_to_its_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt of draw 5 of quickstart and its tokens, a response's tokens, and the answers' rewards."""
+    recipe = load_recipe(Path("quickstart"), ["task.options.num_train=1024"])  # as the page says
+    tokenizer = load_tokenizer(recipe.model.path)
+    prompts = load_task(recipe, tokenizer).train_prompts
+    prompt = prompts[DataOrder(len(prompts), recipe.seed).prompt_of(5)]
+    text, number, prompt_ids = found(r"`(Compute .*)` and a line break are (\d+) tokens, `([\d ]+)`", WALKTHROUGH)
+    assert (prompt.text, list(prompt.token_ids)) == (f"{text}\n", [*map(int, prompt_ids.split())])
+    num_prompt, rollout = int(number), recipe.rollout
+    assert len(prompt.token_ids) == num_prompt
 
-
-def test_the_walkthrough_s_response_has_these_tokens(drawn: tuple[Recipe, Prompt]) -> None:
     [block] = re.findall(r"Sample 3 is\n\n +```text\n(.*?)```", WALKTHROUGH, re.DOTALL)
     lines = [re.split(r"  +", line.strip()) for line in block.strip().splitlines()]
     text, ids = "\n".join(line for line, _ in lines), [int(number) for _, part in lines for number in part.split()]
-    tokenizer = load_tokenizer(drawn[0].model.path)
     assert ids == [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    assert f"{len(ids)} tokens; {tokenizer.eos_token_id} ends the response" in WALKTHROUGH
-    assert f"has {len(drawn[1].token_ids)} + {len(ids)} = {len(drawn[1].token_ids) + len(ids)} tokens" in WALKTHROUGH
     assert tokenizer.decode(ids[13]) == "2", "the least certain token, the 14th"
 
-
-def test_the_walkthrough_s_rewards_and_advantages_follow_from_the_answers(
-    drawn: tuple[Recipe, Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
     answers, rewards = found(r"the samples end in (.*), so the rewards are ([\d, ]+)\.", WALKTHROUGH)
-    graded = [float(answer == drawn[1].answer) for answer in re.split(", | and ", answers)]
+    ends = re.split(", | and ", answers)
+    graded = [float(answer == prompt.answer) for answer in ends]
     assert graded == [float(reward) for reward in rewards.split(", ")]
     monkeypatch.syspath_prepend(REPOSITORY / "docs")
-    drawn_ends = [re.findall(r" (\S+)∎$", sample)[0] for sample in import_module("drawings").SAMPLES]
-    assert drawn_ends == re.split(", | and ", answers), "those of the drawings"
-    mean, deviation = found(r"the mean is ([\d.]+), the standard deviation ([\d.]+)\.", WALKTHROUGH)
-    right, wrong = found(r" = ([\d.]+) for each of their tokens, the other \w+ (-[\d.]+)\.", WALKTHROUGH)
+    assert [re.findall(r" (\S+)∎$", sample)[0] for sample in import_module("drawings").SAMPLES] == ends
     values = torch.tensor(graded, dtype=torch.float64)
-    assert (f"{values.mean():.3f}", f"{values.std():.4f}") == (mean, deviation)
     advantages = group_relative(values[None])[0].tolist()
-    assert (f"{max(advantages):.4f}", f"{min(advantages):.4f}") == (right, wrong)
+
+    for sentence in (
+        "step 1, draw 5; all of it is in\n`runs/walk/rollouts/",
+        f"--prompt {prompt.prompt_id}`",
+        f"The answer is {prompt.answer}.",
+        f"(quickstart: {rollout.num_prompts} x {rollout.num_samples} =\n{rollout.num_prompts * rollout.num_samples})",
+        f"{len(ids)} tokens; {tokenizer.eos_token_id} ends the response",
+        f"has {num_prompt} + {len(ids)} = {num_prompt + len(ids)} tokens",
+        f"the mean is {values.mean():.3f}, the standard deviation {values.std():.4f}.",
+        f" = {max(advantages):.4f} for each of their tokens, the other",
+        f" {min(advantages):.4f}.",
+    ):
+        assert sentence in WALKTHROUGH
 
 
 def test_results_have_equal_weights_and_ratios_of_their_prices() -> None:

@@ -43,8 +43,10 @@ def test_a_stage_without_time_leaves_no_process_and_shows_what_it_printed(
     assert not is_running(child)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [stage for stage in gpu_stages.STAGES if stage not in {"tests", "rollouts"}])
+SLOW = [stage for stage in gpu_stages.STAGES if stage not in {"tests", "rollouts", "training"}]
+
+
+@pytest.mark.parametrize("stage", ["training", *(pytest.param(stage, marks=pytest.mark.slow) for stage in SLOW)])
 def test_a_stage_takes_its_path_on_a_cpu(stage: str) -> None:
     rows = gpu_stages.run_stage(stage, "cpu", 100)
     assert rows

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from kernel_cases import KERNEL_DEVICE
 from runner_cases import (
     MAX_NODES,
     PAGE_SIZE,
@@ -16,7 +15,6 @@ from runner_cases import (
     random_trees,
     runner_options,
     runner_policy,
-    use_reference,
 )
 
 from srtrl.engine.cpu_runner import CpuRunner
@@ -30,22 +28,16 @@ def by_kernels(policy: Transformer) -> Runner:
     return cuda_runner(policy)
 
 
-def by_steps(policy: Transformer) -> Runner:
-    """The CUDA runner, on a CPU with steps in plain PyTorch: where no kernel matters."""
-    return cuda_runner(policy) if KERNEL_DEVICE == "cuda" else use_reference(cuda_runner(policy))
-
-
 def on_the_cpu(policy: Transformer) -> Runner:
     """The CPU runner."""
     return CpuRunner(policy.cpu(), runner_options())
 
 
 HAS_TRITON = find_spec("triton") is not None
-KERNELS = pytest.mark.parametrize("make_runner", [on_the_cpu, *([by_kernels] if HAS_TRITON else [])])
-RUNNERS = pytest.mark.parametrize("make_runner", [on_the_cpu, *([by_steps] if HAS_TRITON else [])])
+RUNNERS = pytest.mark.parametrize("make_runner", [on_the_cpu, *([by_kernels] if HAS_TRITON else [])])
 
 
-@KERNELS
+@RUNNERS
 def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(make_runner: RunnerFactory) -> None:
     """Prompts in chunks, beside a sample that decodes; trees of one and two words of bits; accepted paths."""
     random, policy = np.random.default_rng(0), runner_policy()

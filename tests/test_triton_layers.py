@@ -3,6 +3,7 @@
 Inputs of the norms are small whole numbers, whose squares any order sums exactly: then every bit must be equal.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,48 +168,48 @@ def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCa
     return (out[: step.num_real], fused_cache), (expected[: step.num_real], eager_cache)
 
 
-# Llama with biases everywhere, Qwen2 (biases of the projection), Qwen3 (norms of queries and keys).
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(CASES[2], torch.float32), (CASES[8], torch.bfloat16), (CASES[13], torch.bfloat16)],
-    ids=["llama", "qwen2", "qwen3"],
-)
-def test_hidden_states_are_those_of_the_eager_model(case: ModelCase, dtype: torch.dtype, tmp_path: Path) -> None:
-    shallow = ModelCase(case.name, case.family, case.fields | {"num_hidden_layers": 2})
-    model = load_ours(make_hf_model(shallow, torch.float32), tmp_path, dtype).to(KERNEL_DEVICE)
+def check_hidden_states(model: Transformer) -> None:
+    """Hidden states and cache of the fused pass are the eager model's, but for rounding: a share of their deviation.
+
+    Sums of the norms differ in their order, and the kernel rounds the weights of the attention to bfloat16; a number
+    that rounds the other way is carried through layers.
+    """
     (hidden, cache), (expected, eager_cache) = forward_both(model, step_of())
     assert float(expected.float().std()) > 0.1
-    # Sums of the norms differ in their order, and the kernel rounds the weights of the attention to bfloat16; a number
-    # that rounds the other way is carried through layers.
-    tolerance = 2e-5 if dtype == torch.float32 else 0.12
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=tolerance)
-    if dtype == torch.bfloat16:
-        assert float((hidden - expected).float().pow(2).mean().sqrt()) < 0.02
-    torch.testing.assert_close(cache.key_pages, eager_cache.key_pages, rtol=0, atol=tolerance)
-    torch.testing.assert_close(cache.value_pages, eager_cache.value_pages, rtol=0, atol=tolerance)
-
-
-@DTYPES
-@pytest.mark.parametrize("name", ["SmolLM3", "OLMo 2", "Granite 3", "Phi-4-mini", "GLM-4-9B-0414", "Gemma 3 1B"])
-def test_hidden_states_of_a_family_are_those_of_the_eager_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    make_checkpoint(name, tmp_path, dtype)
-    model = load_model(tmp_path, dtype=dtype, device=KERNEL_DEVICE)
-    (hidden, cache), (expected, eager_cache) = forward_both(model, step_of())
     pairs = ((hidden, expected), (cache.key_pages, eager_cache.key_pages), (cache.value_pages, eager_cache.value_pages))
     for found, right in pairs:
-        spread = float(right.float().std())
-        assert float((found - right).float().pow(2).mean().sqrt()) < spread * (1e-5 if dtype == torch.float32 else 0.04)
-    assert float(expected.float().std()) > 0.1
+        share = float((found - right).float().pow(2).mean().sqrt() / right.float().std())
+        assert share < (1e-5 if model.dtype == torch.float32 else 0.04)
+
+
+OF_FAMILIES = ("SmolLM3", "OLMo 2", "Granite 3", "Phi-4-mini", "GLM-4-9B-0414", "Gemma 3 1B")
+
+
+# Llama with biases everywhere, Qwen2 (biases of the projection), Qwen3 (norms of queries and keys), and families.
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(CASES[2], torch.float32, id="llama"),
+        pytest.param(CASES[8], torch.bfloat16, id="qwen2"),
+        pytest.param(CASES[13], torch.bfloat16, id="qwen3"),
+        *((name, torch.float32) for name in OF_FAMILIES),
+        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in OF_FAMILIES),
+    ],
+)
+def test_hidden_states_are_those_of_the_eager_model(case: ModelCase | str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if isinstance(case, str):
+        make_checkpoint(case, tmp_path, dtype)
+        model = load_model(tmp_path, dtype=dtype, device=KERNEL_DEVICE)
+    else:
+        shallow = replace(case, fields=case.fields | {"num_hidden_layers": 2})
+        model = load_ours(make_hf_model(shallow, torch.float32), tmp_path, dtype).to(KERNEL_DEVICE)
+    check_hidden_states(model)
 
 
 @pytest.mark.gpu
 def test_hidden_states_are_those_of_the_eager_model_at_real_widths() -> None:
     """Three layers of Qwen2.5-1.5B."""
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "model_type": "qwen2"}
     sizes = {"vocab_size": 1024, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 3}
-    model = init_model(
-        config_from_hf(CASES[8].fields | heads | sizes | {"model_type": "qwen2"}), 0, torch.bfloat16, "cpu"
-    ).to("cuda")
-    (hidden, _), (expected, _) = forward_both(model, step_of())
-    error = (hidden - expected).float()
-    assert float(error.pow(2).mean().sqrt()) < 0.02 * float(expected.float().std())
+    model = init_model(config_from_hf(CASES[8].fields | heads | sizes), 0, torch.bfloat16, "cpu")
+    check_hidden_states(model.to("cuda"))

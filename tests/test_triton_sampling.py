@@ -177,20 +177,12 @@ def test_rough_noise_is_far_nearer_to_the_exact_than_the_margin() -> None:
     assert float((rough.double() - exact).abs().max()) < 0.05 * MARGIN.value
 
 
-VOCAB_SIZE = 151_936
-"""Of a real model; for tests on a device."""
-
-
-def real_rows(num_rows: int, spread: float = 3.0, seed: int = 0) -> Rows:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    logits = spread * torch.randn(num_rows, VOCAB_SIZE, generator=generator, device="cuda")
-    return Rows(logits.bfloat16(), 1.0, seed)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [0.01, 3.0, 30.0])
 def test_tokens_of_the_definition_at_a_real_vocabulary(spread: float) -> None:
-    rows = real_rows(64, spread)
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = spread * torch.randn(64, 151_936, generator=generator, device="cuda")
+    rows = Rows(logits.bfloat16(), 1.0)
     rows.temperatures[::4] = 0.0
     rows.temperatures[1::4] = 0.6
     tokens, logprobs = rows.sample()

@@ -4,12 +4,14 @@ import ast
 import inspect
 import re
 import sys
-from functools import cache
+import textwrap
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from tiny_run import make_recipe, train
+
+from srtrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "srtrl"
@@ -50,42 +52,35 @@ class Walk:
 
     def functions(self) -> Functions:
         """Without comprehensions, which are part of their functions."""
+        assert self.entered, f"{self.within} was not called"
         codes = [code for code in dict.fromkeys(self.entered) if not code.co_name.startswith("<")]
-        places = {str(Path(code.co_filename).relative_to(PACKAGE)): code for code in codes}
-        assert places, f"{self.within} was not called"
-        return {
-            (str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname): lines_of(code.co_filename).get(
-                code.co_firstlineno, 1
-            )
-            for code in codes
-        }
+        return {(str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname): lines_of(code) for code in codes}
 
 
-@cache
-def lines_of(file: str) -> dict[int, int]:
-    """First line of each function of a file -> its lines without docstring, comments and blank lines."""
-    text = Path(file).read_text(encoding="utf-8")
-    lines = [line.strip() for line in text.splitlines()]
-    found: dict[int, int] = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            has_docstring = ast.get_docstring(node) is not None
-            skipped = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1) if has_docstring else range(0)
-            numbers = (number for number in range(first, (node.end_lineno or 0) + 1) if number not in skipped)
-            found[first] = sum(bool(line := lines[number - 1]) and not line.startswith("#") for number in numbers)
-    return found
+def lines_of(code: CodeType) -> int:
+    """Lines of a function without docstring, comments and blank lines."""
+    source = textwrap.dedent(inspect.getsource(code))
+    [function] = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    docstring = f'"""{ast.get_docstring(function, clean=False)}"""'
+    lines = [line.strip() for line in source.replace(docstring, "", 1).splitlines()]
+    return sum(bool(line) and not line.startswith("#") for line in lines)
 
 
 def walk(folder: Path, policy: Path, within: str, number: int, **changes: Any) -> Functions:
     """The functions that are entered inside one call of a function, in a run with these changes."""
     recorded = Walk(within, number)
-    sys.setprofile(recorded)
+    run_with_profile(recorded, make_recipe(policy, folder, **PLAIN | changes))
+    return recorded.functions()
+
+
+def run_with_profile(profile: Any, recipe: Recipe) -> None:
+    """Train; `profile` is told of each call."""
+    sys.setprofile(profile)
     try:
-        train(make_recipe(policy, folder, **PLAIN | changes))
+        train(recipe)
     finally:
         sys.setprofile(None)
-    return recorded.functions()
 
 
 def test_a_training_step_and_a_decode_step_are_read_in_one_sitting(policy: Path, tmp_path: Path) -> None:
@@ -114,11 +109,7 @@ def test_the_frames_to_the_loss_are_those_of_the_page(policy: Path, tmp_path: Pa
             ours = [code.co_qualname for code in frames if Path(code.co_filename).is_relative_to(PACKAGE)]
             stacks.append([name for name in reversed(ours) if not name.startswith("<")])
 
-    sys.setprofile(look)
-    try:
-        train(make_recipe(policy, tmp_path, **PLAIN))
-    finally:
-        sys.setprofile(None)
+    run_with_profile(look, make_recipe(policy, tmp_path, **PLAIN))
     [sentence] = re.findall(r"there are eight frames: (.*?)\.\n\n", PAGE, re.DOTALL)
     named = re.findall(r"`([\w.]+)`", sentence)
     assert len(named) == 8
