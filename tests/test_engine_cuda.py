@@ -194,31 +194,6 @@ def test_the_devices_kernels_are_compiled_before_the_first_rollout(device: FakeC
 
 
 @pytest.mark.usefixtures("device")
-def test_steps_that_prepare_the_draft_head_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are compiled, and its graphs captured, in the host's time of the step before its guesses."""
-    engine, events = engines(head="random")[0], list[str]()
-
-    def log(owner: object, name: str, event: Callable[[Any], str]) -> None:
-        function = getattr(owner, name)
-
-        def logged(*arguments: Any, **options: Any) -> Any:
-            result = function(*arguments, **options)
-            events.append(event(result))
-            return result
-
-        monkeypatch.setattr(owner, name, logged)
-
-    log(engine.runner, "run", lambda is_known: "known" if is_known else "new")
-    log(engine.control, "record", lambda _: "recorded")
-    log(engine, "step", lambda _: "step")
-    decode(engine, cuda_requests(num_samples=1, temperature=0.8, max_new_tokens=14))
-    steps = " ".join(events).split("step")
-    assert any("new" in one for one in steps)
-    assert any("known recorded" in one for one in steps)
-    assert not any("new recorded" in one for one in steps)
-
-
-@pytest.mark.usefixtures("device")
 def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = engines(slots=1, prefill_chunk_tokens=2)
     requests = cuda_requests(PROMPTS[1:2], num_samples=1, max_new_tokens=4)
