@@ -132,6 +132,25 @@ def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then(samples: Sa
     assert not has_graph()
 
 
+def test_what_is_prepared_after_a_step_spoils_its_time_and_that_of_the_next_step(samples: Samples) -> None:
+    """As a draft head is: compiled and captured in the host's time of this step and the device's of the next one."""
+    runner = runner_of(samples)
+    samples.prefill()
+    for _ in range(3):
+        samples.step()
+    was_prepared = []
+    for _ in range(4):
+        samples.step()
+        before = runner.was_prepared
+        is_prepared = runner.run("guesses", lambda: (runner.hidden.mul_(1), None)[1])
+        was_prepared.append((before, is_prepared, runner.was_prepared))
+    new, captured, replayed, again = was_prepared
+    assert new == (True, False, False)
+    assert captured == (False, False, False)
+    assert replayed == (False, True, False)
+    assert again == (True, True, True)
+
+
 def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,9 +134,9 @@ def test_drafters_have_the_guesses_of_the_cpu_path(
     """Graphs of a head are made for few numbers of sequences, and kept."""
     pair = engines(drafter, head, **changes)
     metrics, others = check_rollouts(device, pair, cuda_requests(), times=3 if drafter is SrtDrafter else 2)
-    is_exact = KERNEL_DEVICE == "cpu" and drafter is NoDrafter  # what `srt` learns depends on rounding
-    for name in (name for name in metrics if "acceptance_depth" in name or name == "engine/head_steps_share"):
-        assert metrics[name] == pytest.approx(others[name], rel=0 if is_exact else 0.2), name
+    if drafter is NoDrafter:  # `srt` learns from the most likely tokens, of which a block of the kernel gives two
+        for name in (name for name in metrics if "acceptance_depth" in name or name == "engine/head_steps_share"):
+            assert metrics[name] == pytest.approx(others[name], rel=0.2 if KERNEL_DEVICE == "cuda" else 0), name
     assert (metrics.get("engine/head_acceptance_depth_1", 0) > 0) == (head == "random")
     assert (metrics["engine/preemptions"] > 0) == ("num_pages" in changes)
     graphs = [key for key in runner_of(pair[0])._graphs._graphs if not isinstance(key, LaunchShape)]
@@ -193,33 +193,7 @@ def test_the_devices_kernels_are_compiled_before_the_first_rollout(device: FakeC
     assert {name for name, *_ in device.kernels} <= known | {"combine_splits"}
 
 
-@pytest.mark.usefixtures("device")
-def test_steps_that_prepare_the_draft_head_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are compiled, and its graphs captured, in the host's time of the step before its guesses."""
-    engine, events = engines(head="random")[0], list[str]()
-
-    def log(owner: object, name: str, event: Callable[[Any], str]) -> None:
-        function = getattr(owner, name)
-
-        def logged(*arguments: Any, **options: Any) -> Any:
-            result = function(*arguments, **options)
-            events.append(event(result))
-            return result
-
-        monkeypatch.setattr(owner, name, logged)
-
-    log(engine.runner, "run", lambda is_known: "known" if is_known else "new")
-    log(engine.control, "record", lambda _: "recorded")
-    log(engine, "step", lambda _: "step")
-    decode(engine, cuda_requests(num_samples=1, temperature=0.8, max_new_tokens=14))
-    steps = " ".join(events).split("step")
-    assert any("new" in one for one in steps)
-    assert any("known recorded" in one for one in steps)
-    assert not any("new recorded" in one for one in steps)
-
-
-@pytest.mark.usefixtures("device")
-def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_not_waited_for_and_spoil_no_measurement(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = engines(slots=1, prefill_chunk_tokens=2)
     requests = cuda_requests(PROMPTS[1:2], num_samples=1, max_new_tokens=4)
     for _ in range(2):
@@ -236,6 +210,7 @@ def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest
     prompts_alone, was_prepared = map(list, zip(*calls, strict=True))
     assert prompts_alone == [True] * 2 + [False] * (len(calls) - 2), "the last chunk comes with its root"
     assert was_prepared == [True, *(not alone for alone in prompts_alone[:-1])], "the rest of a prompt comes after it"
+    assert not device.findings, "the next step is written when the device has read the last one"
 
 
 @pytest.mark.gpu
