@@ -15,7 +15,7 @@ from srtrl.build import TrainingResult, run_training
 from srtrl.checks import build_checked
 from srtrl.generation import Generated, generate
 from srtrl.metrics import write_atomic
-from srtrl.recipe.file import RecipeSource, read_source
+from srtrl.recipe.file import Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON, Caught
 from srtrl.run.place import StartFlags
@@ -44,12 +44,14 @@ def load_recipe(
         recipe: A YAML file, the name of a recipe that comes with srtrl ("quickstart"), a dictionary with the same
             sections, or a `Recipe`.
         overrides: `{"train.num_steps": 20, "rollout.slots": 32}`, or as on the command line `["train.num_steps=20"]`.
-        rewards: In place of the recipe's, one or a list: functions, names, or dictionaries such as
-            `{"name": FUNCTION, "weight": 0.2, "options": {...}}`.
+        rewards: Of a recipe without a section `rewards`, one or a list: functions, names, or dictionaries such as
+            `{"name": FUNCTION, "weight": 0.2, "options": {...}}`. Beside rewards of the recipe they are refused: an
+            override `{"rewards": [...]}` replaces those, and takes the same.
         rows: Rows to train on, in place of files: a list, a `datasets.Dataset` or another iterable of dictionaries.
             They are written to `rows_<hash>.jsonl` in the run's folder, so that the run can be resumed and evaluated
-            from a shell, too. Without a section `task` the task is `prompts`.
-        eval_rows: Held-out rows.
+            from a shell, too. Without a section `task` the task is `prompts`. Beside rows of the recipe
+            (`task.options.train`) they are refused.
+        eval_rows: Held-out rows (`task.options.eval`).
 
     Raises:
         ValueError: naming file, line and option, what was expected and what to do.
@@ -57,21 +59,21 @@ def load_recipe(
     if isinstance(recipe, str | Path):
         source = read_source(Path(recipe))
     elif isinstance(recipe, Recipe | Mapping):
-        data = recipe.model_dump() if isinstance(recipe, Recipe) else deepcopy(dict(recipe))
+        data = recipe.model_dump(exclude_unset=True) if isinstance(recipe, Recipe) else deepcopy(dict(recipe))
         source = RecipeSource(Path("the recipe"), data)
     else:
         raise ValueError(f"expected a recipe: a YAML file, a dictionary or a Recipe, found {type(recipe).__name__}")
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            source.put(str(key).split("."), value, f"override `{key}`")
+            source.put(str(key).split("."), _terms(value) if key == "rewards" else value, f"override `{key}`")
     else:
         source.override(overrides)
     if rewards is not None:
-        listed = rewards if isinstance(rewards, list | tuple) else [rewards]
-        terms = [item if isinstance(item, Mapping) else {"name": item} for item in listed]
-        source.put(["rewards"], terms, "argument `rewards`")
+        _refuse_second(source, "rewards", "rewards")
+        source.put(["rewards"], _terms(rewards), "argument `rewards`")
     for split, name, given in (("train", "rows", rows), ("eval", "eval_rows", eval_rows)):
         if given is not None:
+            _refuse_second(source, name, f"task.options.{split}")
             folder = Path(source.data.get("output_dir", "runs"), str(source.data.get("name", "")))
             file = _write_rows(name, given, folder)
             source.put(["task", "options", split], {"files": [str(file)]}, f"argument `{name}`")
@@ -104,6 +106,23 @@ def train(
     except (ValueError, TrainingStoppedError) as error:
         error.args = (in_python(str(error)),)
         raise
+
+
+def _refuse_second(source: RecipeSource, argument: str, key: str) -> None:
+    """Refuse an argument beside a value of the recipe (or of an override), which it would replace without a word."""
+    value: Any = source.data
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if value is not None:
+        problem = f'the recipe has its own: to replace them, also give the override {{"{key}": None}}'
+        where = f"argument `{argument}` and {source.locate(key)}"
+        raise RecipeError(Problem(key, f"{problem}; to add to them, put both into the argument", where))
+
+
+def _terms(rewards: Any) -> Any:
+    """Items of the section `rewards`: of one or a list of functions, names and dictionaries."""
+    listed = rewards if isinstance(rewards, list | tuple) else [rewards]
+    return None if rewards is None else [item if isinstance(item, Mapping) else {"name": item} for item in listed]
 
 
 def in_python(message: str) -> str:

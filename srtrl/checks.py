@@ -9,14 +9,7 @@ from typing import Any
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import AlgorithmSection, EnvironmentSection, Recipe
-from srtrl.resolve import (
-    Caught,
-    check_call,
-    declared,
-    describe_error,
-    describe_value,
-    resolve_part,
-)
+from srtrl.resolve import Caught, check_call, declared, describe_error, describe_value, resolve_part, restore_process
 
 OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
 """Begins messages that name an option."""
@@ -40,6 +33,7 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
     Raises:
         RecipeError: listing every problem.
     """
+    restore_process("this program")
     problems: list[Problem] = []
     for key, check in _checks(recipe, warm_start=warm_start):
         try:

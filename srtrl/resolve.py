@@ -9,17 +9,23 @@ unknown name, listing what exists.
 import difflib
 import importlib
 import inspect
+import logging
+import os
 import re
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 200
 """Of a value in a message."""
@@ -27,6 +33,9 @@ MAX_LINES = 10
 """Of a list in a message."""
 FROM_PYTHON = "from_python"
 """Begins the modules of functions that no file has by a name: those of a notebook, or made by other functions."""
+
+LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, f"{Path(__file__).parent}/")
+"""Folders of code that is not the user's."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -160,12 +169,46 @@ def first_lines(lines: Sequence[str], limit: int = MAX_LINES) -> list[str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line of at most some 300 characters: the exception, and the place in the user's code that raised it."""
+    """One line of at most some 300 characters: the exception, and the last place in the user's code before it."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     machinery = ("<frozen", importlib.__file__, __file__)  # of an import
     frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(machinery)]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    users = [item for item in frames if not item.filename.startswith(LIBRARIES)] or frames
+    place = f" ({Path(users[-1].filename).name}:{users[-1].lineno}, {users[-1].name})" if users else ""
     return cut(text, 300) + place
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a text; nothing where it was logged before."""
+    logger.warning("%s", text)
+
+
+def restore_process(who: str, num_threads: int | None = None) -> int | None:
+    """Put right what user code may change for the whole process, with a line that names `who` has run.
+
+    These are gradients that are off, another default dtype, another number of torch's threads than `num_threads`, and
+    a standard output that is closed.
+
+    Returns:
+        Torch's number of threads; None where nothing has imported torch.
+    """
+    changes, torch = [], sys.modules.get("torch")
+    if getattr(sys.stdout, "closed", False):
+        sys.stdout = os.fdopen(os.dup(2), "w", buffering=1)
+        changes.append("closed standard output (lines go to standard error)")
+    if torch and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        changes.append("turned gradients off")
+    if torch and (dtype := torch.get_default_dtype()) != torch.float32:
+        torch.set_default_dtype(torch.float32)
+        changes.append(f"set the default dtype {dtype}")
+    if torch and num_threads and (found := torch.get_num_threads()) != num_threads:
+        torch.set_num_threads(num_threads)
+        changes.append(f"set {found} threads in place of {num_threads}")
+    if changes:
+        warn_once(f"{who} has {', '.join(changes)}: put right")
+    return torch.get_num_threads() if torch else None
 
 
 def regular_file(path: Path) -> Path:
@@ -208,6 +251,7 @@ def _import_user_defined(name: str) -> ModuleType:
         if module_name.partition(".")[0] == FROM_PYTHON:
             reason = "it was given to srtrl.train: continue from Python, or write it into a file and begin a new run"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
+    restore_process(module_name)
     return sys.modules[module_name]
 
 

@@ -63,6 +63,13 @@ class Prompt:
     """Reference answer, as the grader wants it; empty where the task has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`problem`, `solution`, ...), for reward functions."""
+    other_answers: tuple[str, ...] = ()
+    """Further answers, each as right as `answer`."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All reference answers: any of them is right."""
+        return (self.answer, *self.other_answers)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -1,5 +1,6 @@
 """srtrl from Python: recipes as dictionaries, functions and rows as arguments, and the notebook of the docs."""
 
+import io
 import json
 import os
 import re
@@ -75,7 +76,7 @@ def test_a_dictionary_with_functions_and_rows_trains_and_resumes(recipe: dict[st
     table = pq.read_table(result.folder / "rollouts" / "step_000001.parquet").to_pylist()
     assert [row["reward"] for row in table] == [row["reward_digits"] + 0.5 * row["reward_wanted"] for row in table]
     again = srtrl.train(recipe, {"train.num_steps": 3}, rewards=rewards, rows=ROWS, resume=True)
-    assert (again.num_steps, again.folder) == (3, Path("runs/run"))
+    assert (again.num_steps, again.folder) == (3, Path("runs/run").absolute())
     assert [row["step"] for row in read_metrics(again.folder / "metrics.jsonl")] == [1, 2, 3]
     with pytest.raises(ValueError, match=r"these options cannot change within a run(.|\n)*task\.options"):
         srtrl.train(recipe, rewards=rewards, rows=ROWS[1:], resume=True)
@@ -91,6 +92,9 @@ def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]
     algorithm = 'algorithm={loss: "srtrl.algorithms.losses:ppo_clip", kl: {coefficient: 0.1}}'
     overrides = ["train.num_steps=5", algorithm, "train.betas=[0.8, 0.9]"]
     assert srtrl.load_recipe(loaded, values) == srtrl.load_recipe("recipe.json", overrides)
+    both = srtrl.load_recipe(loaded, {"rewards": [digits, "format"], "task.options.train": None}, rows=ROWS[:2])
+    assert [reward.name for reward in both.rewards] == ["test_api:digits", "format"]
+    assert srtrl.load_recipe(both, {"rewards": None}, rewards=digits).rewards == loaded.rewards
     for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
         with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
             setattr(section, name, 2)
@@ -180,6 +184,52 @@ def test_functions_of_two_runs_may_have_one_name(recipe: dict[str, Any]) -> None
         assert read_metrics(srtrl.train(loaded).folder / "metrics.jsonl")[0]["reward/mean"] == expected
 
 
+CHANGES_THE_PROCESS = """
+import os, sys, tempfile
+import torch
+
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+
+def digits(sample):
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    sys.stdout.close()
+    os.chdir(tempfile.gettempdir())
+    return sum(character.isdigit() for character in sample.text) / sample.num_tokens
+
+async def waits(sample):
+    if sample.text == "an answer":  # of the trial: while the decoder runs, it may meet the other type
+        torch.set_default_dtype(torch.bfloat16)
+    return 0.0
+"""
+PUT_RIGHT = [
+    "this program has turned gradients off: put right",
+    "process_changes has turned gradients off, set the default dtype torch.float64: put right",
+    "the verifier or reward `waits` or the environment has set the default dtype torch.bfloat16: put right",
+    "reward `digits` has closed standard output (lines go to standard error), turned gradients off, set 2 threads in "
+    "place of 1: put right",
+]
+
+
+def test_what_a_reward_changes_for_the_process_is_put_right(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run stays in its folder and learns what it learns without; each change is one line."""
+    Path("process_changes.py").write_text(CHANGES_THE_PROCESS)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    torch.set_grad_enabled(False)
+    here, weights = Path.cwd(), []
+    for name, rewards in (("plain", [digits]), ("run", ["process_changes:digits", "process_changes:waits"])):
+        result = srtrl.train({**recipe, "name": name}, rewards=rewards, rows=ROWS)
+        assert result.folder == here / "runs" / name
+        weights.append((result.folder / "checkpoints/step_000002/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert Path.cwd() != here
+    assert [line for line in caplog.messages if "put right" in line] == PUT_RIGHT
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()) == (True, torch.float32, 1)
+
+
 def test_slow_rewards_are_named_once(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +269,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rows": iter(())}, "rows: there are none"),
     ({"rows": [{"prompt": object()}]}, "rows: item 0 is no JSON: 'object' object has no attribute 'tolist'"),
     ({"eval_rows": [5]}, "eval_rows: expected a list"),
+    ({"overrides": {"rewards": "correct"}}, "argument `rewards` and override `rewards`: rewards: the recipe has its"),
+    ({"overrides": {"rewards": digits}}, 'to replace them, also give the override {"rewards": None}; to add to them,'),
+    (
+        {"overrides": {"task.options.train": {"files": ["a"]}}},
+        "argument `rows` and override `task.options.train`: task",
+    ),
+    ({"overrides": {"task.options.eval": 1}, "eval_rows": ROWS}, 'also give the override {"task.options.eval": None}'),
     ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),

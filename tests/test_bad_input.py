@@ -138,8 +138,8 @@ train missing.yaml task.options.train.hub=x/y => give either `files`
 train missing.yaml task.options.train.split=train => belong to `hub`
 train missing.yaml 'task.options={train: {hub: openai/gsm8k}}' => `split` is missing
 train missing.yaml task.options.prompt_template=problem => prompt_template must contain {problem}
-train missing.yaml task.options.system_prompt=x => system_prompt needs chat_template
-train missing.yaml 'task.options.chat_template_options={x: 1}' => chat_template_options needs chat_template
+CHECK PROMPTS task.options.system_prompt=x => override `task.options.system_prompt=x`: task.options.system_prompt: needs
+CHECK PROMPTS 'task.options.chat_template_options={x: 1}' => task.options.chat_template_options: needs chat_template
 train missing.yaml task.options.answer_pattern='"####.*"' => must have exactly one group, it has 0
 train missing.yaml task.options.answer_pattern='(.)' task.options.answer_boxed=true => and answer_boxed are different
 train critic.yaml critic.value_loss=flawed:only_loss => critic.value_loss: `flawed:only_loss` must return (token_loss,

@@ -46,8 +46,8 @@ from srtrl.environments.record import Record, checksum
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
+from srtrl.resolve import warn_once
 from srtrl.rollout.turns import Answer
-from srtrl.tasks.event_loop import warn_once
 from srtrl.types import Conversation, Prompt
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ EMPTY_THOUGHT = """{% if loop.last and message.role == 'assistant'
 and '<think>' not in message.content %}<think></think>
 {% endif %}"""
 THINKING_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", EMPTY_THOUGHT + "{{ message.content }}")
+KEPT = "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}"
+FORGETTING_THOUGHTS: list[str | None] = [
+    CHAT_TEMPLATE.replace(
+        "{{ message.content }}", KEPT
+    ),  # as QwQ's, for any message that follows, or Qwen3's for a user's
+    THINKING_TEMPLATE.replace("{{ message.content }}", KEPT),
+    CHAT_TEMPLATE.replace("message.content }}", "message.content.split('</think>')[-1] }}"),  # of all turns: DeepSeek's
+]
 FORGETTING_TEMPLATE = CHAT_TEMPLATE.replace("message.content }}", "message.content if loop.last else '...' }}")
 
 
@@ -470,9 +478,12 @@ def test_hermes() -> None:
 def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
     parts = Hermes(tokenizer_with(THINKING_TEMPLATE), Upper.tools).parts(["a"])
     assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
-    for template, message in ((FORGETTING_TEMPLATE, "changes earlier messages"), (None, "has no chat template")):
-        with pytest.raises(ValueError, match=message):
-            EnvironmentTurns(section_of(Upper, format="hermes"), tokenizer_with(template))
+    refused = dict.fromkeys(FORGETTING_THOUGHTS, r"drops thoughts \(`<think>...</think>`\) of .* a template \(model\.")
+    refused |= {FORGETTING_TEMPLATE: "changes earlier messages", None: "has no chat template"}
+    for template, message in refused.items():
+        for environment, name in ((Upper, "hermes"), (Echo, "chat")):
+            with pytest.raises(ValueError, match=message):
+                EnvironmentTurns(section_of(environment, format=name), tokenizer_with(template))
 
 
 class Greeting(Echo):

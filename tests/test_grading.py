@@ -122,6 +122,9 @@ REWARDS = r"""
     def breaks(samples: list[RewardInput]) -> list[float]:
         raise OSError("no reward server")
 
+    def parses(sample: RewardInput) -> float:
+        return json.loads("{" if sample.text == "raise" else "1.0")
+
     def leaves(sample: RewardInput) -> float:
         sys.exit(0)
 
@@ -222,7 +225,7 @@ REWARDS = r"""
 
     @isolated
     def isolated_verify(text: str, answer: str) -> bool:
-        return text == answer
+        return sum(range(10**12)) < 0 if text == "loop in C" else text == answer
 """
 
 
@@ -421,6 +424,27 @@ def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(
         check_not_all_failed([failed, rollout_cases.graded(grade_all(grader, ["raise", "ok"]))], "step 3")
 
 
+@pytest.mark.parametrize(
+    ("reward", "text"), [("judge", "hang"), ("act", "loop in C"), ("isolated_verify", "loop in C")]
+)
+def test_what_never_answers_stops_the_start_and_a_step(
+    reward: str, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = sys.modules["own_rewards"]
+    names = ["correct"] if reward == "isolated_verify" else [f"own_rewards:{reward}"]
+    with make_grader(*names, verifier=getattr(own, reward) if names == ["correct"] else equal_texts) as grader:
+        monkeypatch.setattr(grader, "_seconds", CPU_SECONDS)
+        message = rf"^rewards: tried on prompt p0 .*'{text}'.*0\.3 .*needs a larger grading\.timeout_seconds"
+        with pytest.raises(ValueError, match=message):
+            grader.try_rewards(prompt_of(text))
+        assert not caplog.messages, "it is said once"
+        [grade] = grade_all(grader, [text])
+    late = [grade, replace(grade, detail="no answer within 6 seconds of wall-clock time")]
+    with pytest.raises(ValueError, match=r"^step 3: none of the 2 samples .*\(timeout\): .*a larger grading\."):
+        check_not_all_failed([rollout_cases.graded(late)], "step 3")
+    check_not_all_failed([rollout_cases.graded([*late, replace(grade, outcome="wrong")])], "step 3")
+
+
 def test_tickets_say_when_they_are_done_and_grades_keep_their_order(grader: Grader, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in ("ok", f"await:{gate}")]
@@ -440,6 +464,7 @@ IN_PROCESS: list[tuple[str, dict[str, Any], tuple[str, float, str] | None, str]]
     ("length", {}, ("correct", 0.2, "$"), r"reward `length`: ZeroDivisionError: in process \(own_rewards.py:"),
     ("rank", {}, ("correct", 0.0, "$"), "verifier: RuntimeError: cannot read this"),
     ("breaks", {}, None, "reward `breaks`: OSError: no reward server"),
+    ("parses", {}, ("correct", 1.0, "$"), r"reward `parses`: json.*JSONDecodeError: .* \(own_rewards.py:\d+, parses\)"),
     ("leaves", {}, None, r"reward `leaves`: SystemExit: 0 \(own_rewards.py:"),
     ("gives", {"value": None}, None, r".*must return a finite number \(0.0 where it does not apply\), it returned N"),
     ("gives", {"value": "1.0"}, None, ".*reward `gives` must return a finite number, it returned '1.0'"),

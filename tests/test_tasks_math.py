@@ -293,6 +293,7 @@ MALFORMED_CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"answer": "13"}, "must be a letter A to D"),
     ({"choices": "4 or 9"}, "field `choices` must be a list of 2 to 26 choices, it is '4 or 9'"),
     ({"choices": ["4", None]}, "field `choices` must hold texts or numbers, it holds None"),
+    ({"choices": [{"label": "A"}, {"label": "B"}]}, "field `choices` must hold texts or numbers, it holds None"),
 ]
 
 
@@ -326,6 +327,12 @@ LABELLED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"choices": {**ARC[0], "label": [1, 2, 3, 4]}, "answer": 1}, "choices.text", "A"),
     ({"question": {"choices": ARC[0]}, "answer": "3"}, "question.choices.text", "C"),
     ({"choices": ARC[0]["text"], "labels": ["4", "3", "2", "1"], "answer": "4"}, "choices", "A"),
+    (
+        {"choices": [dict(zip(ARC[0], pair, strict=True)) for pair in zip(*ARC[0].values(), strict=True)]}
+        | {"answer": 3},
+        "choices",
+        "C",
+    ),
     ({"choices": {"A": "one", "B": "two", "C": "three", "D": "four"}, "answer": "C"}, "choices", "C"),
     ({"choices": ["A)one", "B)two", "C)three", "D)four"], "answer": "C"}, "choices", "C"),
     ({"choices": ["(A) one", "(B) two", "(C) three", "(D) four"], "answer": 3}, "choices", "D"),

@@ -27,7 +27,10 @@ from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.row_task import RowTask
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if calm %}, calm{% endif %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
 USER = {"role": "user", "content": "Hi?\n"}
 SYSTEM = {"role": "system", "content": "Be kind."}
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER]
@@ -50,6 +53,7 @@ def load(
 
 
 WRAPPED: dict[str, Any] = {"chat_template": True}
+FILLED = "[3, 25] [3, 25] calm \\boxed{target} { x } {}"
 RENDERED: list[tuple[Any, dict[str, Any], str]] = [
     (" Hi?\n", {}, " Hi?\n"),  # to the byte: neither stripped nor added to
     ("Hi?", {"prompt_template": "{prompt} {x}"}, "Hi? {x}"),
@@ -60,28 +64,49 @@ RENDERED: list[tuple[Any, dict[str, Any], str]] = [
     (TURNS, {"prompt_template": "Q: {prompt}"}, "<user>a<assistant>b<user>Q: Hi?\n<bot>"),
     ([USER], {**WRAPPED, "system_prompt": "Be brief."}, "<system>Be brief.<user>Hi?\n<bot>"),
     ([SYSTEM, USER], {**WRAPPED, "system_prompt": "Be brief."}, "<system>Be kind.<user>Hi?\n<bot>"),
+    ([USER], {"system_prompt": "Be brief."}, "<system>Be brief.<user>Hi?\n<bot>"),  # messages need no option
+    ([USER], {"chat_template_options": {"calm": True}}, "<user>Hi?\n, calm<bot>"),
+    ("Hi?", {"prompt_template": "{nums} {nums}{style.tone} \\boxed{target} { x } {}"}, FILLED),
+    ("Hi?", {"prompt_template": "{target}: {texts}", **WRAPPED}, '<user>7: ["a", "{target}"]<bot>'),
 ]
+OTHERS = {"nums": [3, 25], "target": 7, "style": {"tone": " calm"}, "texts": ["a", "{target}"], "images": []}
 
 
 def test_texts_and_messages_become_prompts(tmp_path: Path) -> None:
     for value, options, text in RENDERED:
-        [prompt] = load(tmp_path, {"prompt": value}, **options).train_prompts
+        [prompt] = load(tmp_path, {"prompt": value, **OTHERS}, **options).train_prompts
         assert prompt.text == text
         bos = () if "<bot>" in text else (0,)
         assert str(byte_tokenizer().decode(list(prompt.token_ids[len(bos) :]))) == text
         assert prompt.token_ids[: len(bos)] == bos  # a chat template has added what is needed
 
 
+REFERENCES: list[tuple[Any, tuple[str, ...]]] = [
+    ("a", ("a",)),
+    (7, ("7",)),
+    (["a", 7], ("a", "7")),
+    *((nothing, ("",)) for nothing in ("", None, [], {"a": 1}, ["a", None])),
+]
+"""Of the field `answer`, which needs no option; what is neither a text nor a number is left to the row."""
+
+
 def test_rewards_see_the_whole_row(tmp_path: Path) -> None:
     row = {"text": "Hi?", "id": "a", "style": {"tone": "calm"}, "target": 7}
     names: dict[str, Any] = {"prompt_field": "text", "id_field": "id", "answer_field": "target"}
-    task = load(tmp_path, row, **names)
+    task = load(tmp_path, row | {"answer": "of no interest"}, **names)
     [prompt] = task.train_prompts
-    assert (prompt.prompt_id, prompt.answer, prompt.metadata) == ("a", "7", row)
+    assert (prompt.prompt_id, prompt.answer, prompt.metadata) == ("a", "7", row | {"answer": "of no interest"})
     assert task.eval_prompts == []
     assert task.load_report == {"train/rows": 1, "train/malformed": 0, "train/overlong": 0}
     [prompt] = load(tmp_path, row, prompt_field="text").train_prompts
     assert (prompt.prompt_id, prompt.answer) == ("rows.jsonl:1", "")
+    for given, answers in REFERENCES:
+        [prompt] = load(tmp_path, {"prompt": "Hi?", "answer": given}).train_prompts
+        assert (prompt.answers, prompt.answer) == (answers, answers[0])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: no field `targt`, did you mean `target`"):
+        load(tmp_path, row, prompt_template="Make {targt}.")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: field `answer` must be a text or a number, it is dict"):
+        load(tmp_path, {"prompt": "Hi?", "answer": {"a": 1}}, answer_field="answer")
     with pytest.raises(ValueError, match=r"^rows\.jsonl:1 has no solution: the rows of this task hold prompts only"):
         task.solution(prompt)
 
@@ -112,6 +137,18 @@ def test_math_and_prompts_give_the_same_tokens(tmp_path: Path, value: Any, wrapp
 def test_a_blank_problem_is_an_error(tmp_path: Path, blank: str) -> None:
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: field `problem` is empty"):
         load(tmp_path, {"problem": blank, "answer": "1"}, task=math.Task)
+
+
+def test_what_a_policy_of_texts_cannot_see_is_refused_or_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("images", "image", "videos"):
+        row = {"problem": "<image>Find x.", "answer": 5, name: [{"bytes": "aGk="}]}
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:1: field `{name}` holds something, and a policy"):
+            load(tmp_path, row, task=math.Task)
+    assert "`tools`" not in caplog.text
+    load(tmp_path, *({"prompt": [USER], "tools": [{"type": "function"}] * n} for n in range(3)))
+    assert caplog.text.count("the field `tools` of its rows is not used") == 1
 
 
 WRONG_ROWS: list[tuple[Any, str]] = [

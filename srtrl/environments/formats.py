@@ -24,8 +24,8 @@ Parts = list[tuple[str, SegmentKind]]
 MARK = "@@observation {}@@"
 """Placeholder of an observation, to see the text that the chat template puts around it."""
 ANSWERS = ("an answer", "<think>\nreasons\n</think>\n\nan answer")
-"""Forms of a turn, of which the template must leave at least one unchanged when messages follow: templates of reasoning
-models put an empty `<think>` into some."""
+"""Forms of a turn. The template must leave the last one unchanged when messages follow; into the first one templates of
+reasoning models may put an empty `<think>`."""
 END_CHARACTERS = 6
 """Characters at the end of an answer by which it is found in the template's text."""
 
@@ -172,11 +172,13 @@ class Chat(Format):
                 text = longer[len(before) + len(end_of_answer) :]
                 # The end token was sampled: it is not put there again.
                 texts.add(text.removeprefix(next(filter(end.startswith, self.tokenizer.all_special_tokens), "")))
-        if len(texts) != 1:
+        drops_thoughts = "an answer" in longer and "reasons" not in longer  # of the last form
+        if drops_thoughts or not longer.startswith(history) or len(texts) != 1:
+            what = "drops thoughts (`<think>...</think>`) of" if drops_thoughts else "changes"
             raise ValueError(
-                f"rollout.environment.format: the chat template of {self.tokenizer.name_or_path} changes earlier "
+                f"rollout.environment.format: the chat template of {self.tokenizer.name_or_path} {what} earlier "
                 "messages when others follow, so that a sample cannot continue from the tokens that were sampled: use "
-                "another format, or another template"
+                "another format, or a template (model.tokenizer) that keeps them"
             )
         return texts.pop()
 

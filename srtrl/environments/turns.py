@@ -28,9 +28,9 @@ from srtrl.environments.formats import Format, MalformedCallError, check_call, r
 from srtrl.environments.record import Record, digest_of, key_of
 from srtrl.environments.samples import OpenSample, PendingTurn
 from srtrl.recipe.schema import EnvironmentSection
-from srtrl.resolve import Caught, describe_error
+from srtrl.resolve import Caught, describe_error, warn_once
 from srtrl.rollout.turns import Answer, Segments, Turns, response_text
-from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop, warn_once
+from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Completion, Conversation, Prompt, segment_slices

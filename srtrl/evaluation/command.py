@@ -51,4 +51,4 @@ def command(
         model, recipes = run.find_recipes(
             model_or_run, overrides or (), recipe=recipe, task=task, suite=opened, step=step
         )
-        run.evaluate(model, recipes, suite=suite, output=output, as_json=as_json)
+        run.evaluate(model, recipes, suite=suite, output=output and output.absolute(), as_json=as_json)

@@ -188,7 +188,7 @@ class PagedPlan:
         q_rows, k_rows, v_rows = (heads.float().contiguous().numpy() for heads in (q, k, v))
         write_kv(k_rows, v_rows, self._kv_indices, keys, values)
         use_kernel_threads(2 * int(self._contexts.sum()) * q.shape[1] * q.shape[2])
-        out = torch.zeros(q.shape)
+        out = torch.zeros(q.shape, dtype=torch.float32)
         tables = self._page_tables, self._row_tables, self._contexts, self._branches, self._branch_starts
         scale = np.float32(q.shape[-1] ** -0.5)
         inputs = AttentionInputs(q_rows, keys, values, *tables, scale, self._longest, window or self._longest)

@@ -30,7 +30,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 BUNDLED = Path(__file__).with_name("bundled")
 """The recipes that are named without a path: a link to the repository's folder `recipes`, whose files a wheel has."""
 FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
-"""Name of an option in TRL or verl -> the key that does the same here, or a sentence."""
+"""Name of an option in TRL, verl or OpenRLHF -> the key that does the same here, or a sentence."""
 MIN_LIKENESS = 0.75
 """Of an unknown key and the known one that a message suggests."""
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")

@@ -7,9 +7,10 @@ rollout are in `rollout.py`; reading a YAML file, overrides and error messages i
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from srtrl.recipe.rollout import (
     MAX_WIDTH,
@@ -320,6 +321,13 @@ class Recipe(Section):
     """Trackers and files."""
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
+    _home: Path = PrivateAttr(default_factory=Path.cwd)
+    """Where a relative `output_dir` is: a reward may change the current folder."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, absolute."""
+        return self._home / self.output_dir / self.name
 
     @property
     def max_samples(self) -> float:

@@ -21,8 +21,8 @@ class StartFlags(TypedDict, total=False):
 
 
 def run_path(recipe: Recipe) -> Path:
-    """Where the run of this recipe lives."""
-    return Path(recipe.output_dir) / recipe.name
+    """Where the run of this recipe lives, absolute."""
+    return recipe.folder
 
 
 def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
@@ -31,7 +31,7 @@ def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
     Raises:
         ValueError: flags that exclude each other; a folder that exists without any, or is a link; a model in it.
     """
-    folder = run_path(recipe)
+    folder, shown = run_path(recipe), Path(recipe.output_dir, recipe.name)
     resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
     try:
         is_free = is_empty(folder)
@@ -43,13 +43,13 @@ def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
         raise ValueError("--checkpoint needs --resume; to begin a new run from it: name=OTHER model.path=CHECKPOINT")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         kind = "a link" if folder.is_symlink() else "a file"
-        raise ValueError(f"{folder} is {kind}; the run's folder would be there: change `name` or `output_dir`")
+        raise ValueError(f"{shown} is {kind}; the run's folder would be there: change `name` or `output_dir`")
     for key, path in recipe.model.model_dump(include={"path", "tokenizer"}).items():
         if path and Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"model.{key}: {path} is in the run's own folder, which changes: take another `name`")
     if not (is_free or overwrite or resume):
         raise ValueError(
-            f"{folder} exists: --resume continues that run, --overwrite renames it to {folder.name}.1 and begins "
+            f"{shown} exists: --resume continues that run, --overwrite renames it to {folder.name}.1 and begins "
             "again, name=OTHER starts a run of its own"
         )
 

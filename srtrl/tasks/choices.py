@@ -52,7 +52,8 @@ def read_choices(fields: Mapping[str, Any], name: str) -> tuple[list[str], list[
     """The choices in field `name`, and their labels; no labels where the row has none.
 
     Labels are the list in the field `label` or `labels` beside `name`, the keys of a mapping from labels to choices, or
-    what stands in order at the begin of the choices: `A)21`. It is then no part of the texts.
+    what stands in order at the begin of the choices: `A)21`. It is then no part of the texts. Or each choice is an
+    object `{label, text}` (CommonsenseQA).
 
     Raises:
         RowError: the field is no list of 2 to 26 texts or numbers, or the labels are not as many, or not different.
@@ -60,6 +61,8 @@ def read_choices(fields: Mapping[str, Any], name: str) -> tuple[list[str], list[
     choices, labels = get_field(fields, name), _labels_beside(fields, name)
     if isinstance(choices, Mapping):
         choices, labels = list(choices.values()), list(choices)
+    elif isinstance(choices, list) and all(isinstance(item, Mapping) and "label" in item for item in choices):
+        choices, labels = [item.get("text") for item in choices], [str(item["label"]).strip() for item in choices]
     is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
     if not is_list or not 2 <= len(choices) <= len(ascii_uppercase):
         raise RowError(f"field `{name}` must be a list of 2 to 26 choices, it is {choices!r:.80}")

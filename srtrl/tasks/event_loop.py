@@ -5,32 +5,23 @@ threads end with the process.
 """
 
 import asyncio
-import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from srtrl.resolve import Caught, describe_error
+from srtrl.resolve import Caught, describe_error, warn_once
 
 ADVICE = "what waits needs a limit of its own, and a coroutine must not block: `await`, or use asyncio.to_thread"
-
-logger = logging.getLogger(__name__)
 
 
 def start_thread(target: Callable[[], object]) -> None:
     """A thread that ends with the process, even while it waits."""
     threading.Thread(target=target, name="environment", daemon=True).start()
-
-
-@cache
-def warn_once(text: str) -> None:
-    """Log a text; nothing where it was logged before."""
-    logger.warning("%s", text)
 
 
 class DaemonThreads(ThreadPoolExecutor):

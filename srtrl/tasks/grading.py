@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from srtrl import ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
-from srtrl.resolve import Caught, describe_error
+from srtrl.resolve import Caught, describe_error, restore_process, warn_once
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread, warn_once
+from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
@@ -46,6 +46,8 @@ MAX_AWAITED = 64
 """Maximum number of coroutine rewards at the same time."""
 GRACE_SECONDS = 5.0
 """The event loop may be silent for this much longer than a coroutine reward may take."""
+LATE = "; what needs longer, as a judge that wakes, needs a larger grading.timeout_seconds (wall-clock time: 20 x that)"
+"""Of a message after a time limit."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -100,7 +102,9 @@ class Grader:
         is_ours = str(getattr(self._verifier, "__module__", "")).startswith("srtrl.")  # these end for any text
         self._watch_verifier = nullcontext if is_ours else partial(self._warning_if_late, "the task's verifier")
         self._pool: WorkerPool | None = None
+        self._num_threads: int | None = None
         self._awaited = [reward for reward in self._rewards if reward.awaited]
+        self._names = [f"reward `{reward.name}`" for reward in self._awaited]
         self._stack = ExitStack()
         named = [(section.name, reward) for section, reward in zip(rewards, self._rewards, strict=True)]
         self.serial_rewards = [
@@ -109,13 +113,13 @@ class Grader:
         """Rewards of the user that are called for one sample after the other."""
 
     def __enter__(self) -> Self:
+        self._num_threads = restore_process("this program")
         if self._isolated.modules:
             limits = self._grading
             workers = [Worker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
-            self._names = [f"reward `{reward.name}`" for reward in self._awaited]
             self._loop = self._stack.enter_context(event_loop(", ".join(self._names)))
             self._limit = asyncio.Semaphore(MAX_AWAITED)
             self._running: object = None
@@ -246,7 +250,18 @@ class Grader:
             RuntimeError: a worker process cannot start.
             ValueError: as `wait_any`.
         """
+        grades = self._grades(tickets)
+        for ticket, grade in zip(tickets, grades, strict=True):
+            if grade.detail and grade.detail not in self._logged:
+                self._logged.add(grade.detail)
+                prompt_id = ticket.sample.prompt.prompt_id
+                logger.warning("prompt %s: grading ended in %s, left out: %s", prompt_id, grade.outcome, grade.detail)
+        return grades
+
+    def _grades(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
+        """As `collect`; nothing is logged."""
         verdicts = [self._verdict(ticket) for ticket in tickets]
+        restore_process(" or ".join(["the verifier", *self._names, "the environment"]), self._num_threads)
         samples = [
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
@@ -255,13 +270,8 @@ class Grader:
             if not (reward.isolated or reward.awaited):
                 with self._warning_if_late(f"reward `{reward.name}`"):
                     _apply(reward, samples, verdicts)
-        grades = [self._grade(verdict) for verdict in verdicts]
-        for ticket, grade in zip(tickets, grades, strict=True):
-            if grade.detail and grade.detail not in self._logged:
-                self._logged.add(grade.detail)
-                prompt_id = ticket.sample.prompt.prompt_id
-                logger.warning("prompt %s: grading ended in %s, left out: %s", prompt_id, grade.outcome, grade.detail)
-        return grades
+                restore_process(f"reward `{reward.name}`", self._num_threads)
+        return [self._grade(verdict) for verdict in verdicts]
 
     def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
         self.wait_any([ticket])
@@ -287,14 +297,14 @@ class Grader:
         """Grade the reference answer of a prompt, as a group of samples, before anything is decoded.
 
         Raises:
-            ValueError: the verifier or a reward raises on it.
+            ValueError: the verifier or a reward raises on it, or gives no answer in time.
         """
         text = prompt.answer or "an answer"
-        grade, *_ = self.collect([self.submit(prompt, text, "stop", len(text)) for _ in range(num_samples)])
-        if grade.outcome == "error":
+        grade, *_ = self._grades([self.submit(prompt, text, "stop", len(text)) for _ in range(num_samples)])
+        if grade.outcome in ("error", "timeout"):
             raise ValueError(
                 f"rewards: tried on prompt {prompt.prompt_id} with the response {text[:80]!r}, before the run began: "
-                f"{grade.detail}"
+                f"{grade.detail}{LATE if grade.outcome == 'timeout' else ''}"
             )
 
     def _grade(self, verdict: Graded | Failure) -> Grade:
@@ -311,14 +321,16 @@ def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:
     """Stop where no sample of a step could be graded, all for one reason: nothing would ever be learned.
 
     Raises:
-        ValueError: all outcomes are `error` or `crash`, with the same detail; it begins with `where` ("step 3").
+        ValueError: all outcomes are `error` or `crash`, with the same detail, or all are `timeout`; it begins with
+            `where` ("step 3").
     """
     grades = [rollout.grade for group in groups for rollout in group.rollouts]
+    is_late = {grade.outcome for grade in grades} == {"timeout"}
     reasons = {(grade.outcome, grade.detail) for grade in grades}
-    if len(reasons) == 1 and grades[0].outcome in ("error", "crash"):
+    if is_late or (len(reasons) == 1 and grades[0].outcome in ("error", "crash")):
         raise ValueError(
             f"{where}: none of the {len(grades)} samples could be graded, all for the same reason "
-            f"({grades[0].outcome}): {grades[0].detail}"
+            f"({grades[0].outcome}): {grades[0].detail}{LATE if is_late else ''}"
         )
 
 

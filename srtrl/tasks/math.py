@@ -69,7 +69,8 @@ class MathOptions(RowOptions):
     """Field of the worked solution, the target of a warm start; not needed for anything else."""
     prompt_template: str = "{problem}"
     """Text of the prompt; `{problem}` is replaced by the problem (of messages: by the text of the last one), and other
-    braces stay as they are. By default the problem alone, without a word on the form of the answer."""
+    braces stay as they are. Without `{problem}` each name in braces is a field of the row: `{context}`. By default the
+    problem alone, without a word on the form of the answer."""
 
     @model_validator(mode="after")
     def check_answer_options(self) -> Self:

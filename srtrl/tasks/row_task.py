@@ -3,6 +3,7 @@
 A task adds a class of options that names the fields of the text and the answer: see `math.py` and `prompts.py`.
 """
 
+import json
 import logging
 import re
 from collections import Counter
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 COMMON_FIELDS = ("problem", "question", "prompt", "instruction", "messages")
 """Names that data sets give the field of the text."""
+OTHER_MEDIA = ("images", "image", "videos")
+"""Fields of what a policy of texts cannot see."""
+FIELD = re.compile(r"(?<![\w\\])\{([A-Za-z_][\w.]*)\}")
+"""A field in a template; `\\boxed{answer}` is none."""
 MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 
 
@@ -58,15 +63,28 @@ class RowOptions(Section):
         """Refuse options that contradict each other."""
         if self.train is None and self.eval is None:
             raise ValueError("name the prompts: `train`, `eval` or both, as {files: [...]} or {hub: ..., split: ...}")
-        if self.placeholder not in self.prompt_template:
-            raise ValueError(f"prompt_template must contain {self.placeholder}, found {self.prompt_template!r}")
-        for name in ("system_prompt", "chat_template_options"):
-            if getattr(self, name) and not self.chat_template:
-                raise ValueError(f"{name} needs chat_template: true")
+        if not (self.has_placeholder or FIELD.search(self.prompt_template)):
+            expected = f"must contain {self.placeholder}, or fields of the row such as {{question}}"
+            raise ValueError(f"prompt_template {expected}, found {self.prompt_template!r}")
         return self
 
-    def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
-        """The replacement of the placeholder for the row's `text`, and the reference answer; `RowError` without one."""
+    @property
+    def has_placeholder(self) -> bool:
+        """Whether the template is put around a text; otherwise it is filled with fields of the row."""
+        return self.placeholder in self.prompt_template
+
+    def check_use(self, has_messages: bool) -> None:
+        """Refuse options of the chat template (but the tools, which an environment adds) where none is applied."""
+        arguments = self.chat_template_options.keys() - {"tools"}
+        if not has_messages and (self.system_prompt or arguments):
+            name = "system_prompt" if self.system_prompt else "chat_template_options"
+            raise ValueError(f"task.options.{name}: needs chat_template: true, or prompts that are lists of messages")
+
+    def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
+        """The replacement of the placeholder for the row's `text`, and the reference answer; `RowError` without one.
+
+        Further items are other answers, each as right as the first.
+        """
         raise NotImplementedError
 
     def solution_of(self, prompt: Prompt) -> str:
@@ -93,7 +111,8 @@ class RowTask(TaskBase, Generic[OptionsT]):
             if source is not None and source.hub is None:
                 check_source(source, f"task.options.{split}")
                 for name in source.files:
-                    next(read_prompts(options, RowSource(files=[name]), split, Counter()))
+                    _, messages = next(read_prompts(options, RowSource(files=[name]), split, Counter()))
+                    options.check_use(has_messages=messages is not None)
 
     @classmethod
     def needs_network(cls, options: OptionsT) -> bool:
@@ -122,6 +141,7 @@ class RowTask(TaskBase, Generic[OptionsT]):
         rows = list(read_prompts(options, source, split, counts))
         prompts = [prompt for prompt, _ in rows]
         conversations = [messages for _, messages in rows if messages is not None]
+        options.check_use(has_messages=bool(conversations))
         if conversations:
             if len(conversations) < len(rows):
                 message = "some rows hold messages, others a text; set chat_template: true to make messages of all"
@@ -161,9 +181,10 @@ def read_prompts(
     rows and of malformed ones.
     """
     prompt_ids: set[str] = set()
-    first_reason = ""
+    first_reason, has_tools = "", False
     for row in read_rows(source):
         counts["rows"] += 1
+        has_tools = has_tools or bool(isinstance(row.fields, Mapping) and row.fields.get("tools"))
         try:
             prompt, messages = _prompt_of(options, row)
             if prompt.prompt_id in prompt_ids:
@@ -183,6 +204,8 @@ def read_prompts(
         raise ValueError(f"{place}: there are no rows")
     if not prompt_ids:
         raise ValueError(f"{place}: none of the {num_rows} rows can be used; the first: {first_reason}")
+    if has_tools:
+        logger.warning("%s: the field `tools` of its rows is not used: tools are rollout.environment's", place)
     if num_malformed:
         logger.warning("%s: skipped %d of %d rows; the first: %s", place, num_malformed, num_rows, first_reason)
 
@@ -201,22 +224,30 @@ def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | N
     """The prompt that a row holds, and its messages if it has any; `RowError` if it holds none."""
     if isinstance(row.fields, RowError):
         raise row.fields
-    name = getattr(options, options.text_option)
-    value = get_field(row.fields, name)
-    if isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
-        raise RowError(f"field `{name}` is messages written as one text of JSON: give the list of messages itself")
-    messages = check_messages(value, name) if isinstance(value, list) else None
-    text, answer = options.text_and_answer(
-        row.fields, text_of(row.fields, name) if messages is None else messages[-1]["content"]
-    )
+    fields, messages = row.fields, None
+    if media := next((name for name in OTHER_MEDIA if fields.get(name)), None):
+        reason = "a policy reads texts alone: leave such rows out, or the field where it is not needed"
+        raise RowError(f"field `{media}` holds something, and {reason}")
+    if options.has_placeholder:
+        name = getattr(options, options.text_option)
+        value = get_field(fields, name)
+        if isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
+            raise RowError(f"field `{name}` is messages written as one text of JSON: give the list of messages itself")
+        messages = check_messages(value, name) if isinstance(value, list) else None
+        text = text_of(fields, name) if messages is None else messages[-1]["content"]
+    else:
+        text = FIELD.sub(lambda match: _shown(fields, match[1]), options.prompt_template)
+    text, answer, *others = options.text_and_answer(fields, text)
     text, messages = _fill_template(options, text, messages)
-    prompt_id = row.name if options.id_field is None else text_of(row.fields, options.id_field)
-    return Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer, metadata=row.fields), messages
+    prompt_id = row.name if options.id_field is None else text_of(fields, options.id_field)
+    prompt = Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer, metadata=fields)
+    return replace(prompt, other_answers=tuple(others)), messages
 
 
 def _fill_template(options: RowOptions, text: str, messages: list[Message] | None) -> tuple[str, list[Message] | None]:
     """`text` in the templates of the options; `messages` are those that end with it, if it is of a conversation."""
-    text = options.prompt_template.replace(options.placeholder, text)
+    if options.has_placeholder:
+        text = options.prompt_template.replace(options.placeholder, text)
     if messages is not None:
         messages = [*messages[:-1], {**messages[-1], "content": text}]
     elif options.chat_template:
@@ -239,6 +270,12 @@ def check_messages(values: Sequence[Any], name: str) -> list[Message]:
     if (role := messages[-1]["role"]) != "user":
         raise RowError(f"the last message of `{name}` must be the user's, it is of the role {role}")
     return messages
+
+
+def _shown(fields: Mapping[str, Any], name: str) -> str:
+    """A field in a template: as `text_of`, and a list as JSON (Countdown's `nums`: `[3, 25, 8]`)."""
+    value = get_field(fields, name)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else text_of(fields, name)
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
