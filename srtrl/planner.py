@@ -241,8 +241,8 @@ def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[s
 
 def _verdict(recipe: Recipe, outcome: str) -> str:
     """What `srtrl train` would do with a recipe whose checks passed."""
-    folder = run_path(recipe)
-    exists = "" if is_empty(folder) else f"; {folder} exists: --resume continues it, --overwrite begins again"
+    folder = f"{recipe.output_dir}/{recipe.name}"
+    exists = "" if is_empty(run_path(recipe)) else f"; {folder} exists: --resume continues it, --overwrite begins again"
     return f"verdict: {_checked(recipe)}; {outcome}{exists}"
 
 
