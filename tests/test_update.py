@@ -4,7 +4,6 @@ Padding, order and micro-batch size do not change the gradient: packed in any wa
 stops an update does so before the weights change, with a message that says what helps.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from torch import Tensor
 from update_cases import (
     CALLS,
     RecordingSGD,
+    distance,
     flawed,
     make_policy,
     make_recipe,
@@ -129,12 +129,6 @@ def packed_gradient(
     metrics = update(policy, optimizer, ordered, recipe)
     (gradient,) = optimizer.gradients
     return gradient, metrics
-
-
-def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of the expected gradient."""
-    difference = sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
-    return math.sqrt(difference / sum(float(e.double().square().sum()) for e in expected))
 
 
 OPTIONS: list[dict[str, Any]] = [
