@@ -31,13 +31,12 @@ from unittest import mock
 
 import kernel_cases  # noqa: F401  it mends the interpreter
 import torch
+from plain_kernels import packed_attention_reference
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-
-from srtrl.model.attention import packed_attention_reference
 
 CUDA = torch.device("cuda", 0)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from engine_cases import make_request, tiny_policy
 from kernel_cases import KERNEL_DEVICE
+from plain_kernels import ReferencePlan, sample_rows_reference
 from torch import Tensor
 
 from srtrl.cuda.graphs import StepGraphs
@@ -16,9 +17,8 @@ from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
+from srtrl.engine.sampling import row_logprobs
 from srtrl.model.attention import PackedPlan
-from srtrl.model.paged_attention import ReferencePlan
 from srtrl.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def compute_by_reference(runner: "CudaRunner") -> "Callable[[CudaStep], None]":
             logits = runner.model.logits(step.hidden[: step.inputs.shape.num_sampled])
             noise = (step.temperatures, step.rng_keys, step.sample_positions.long())
             step.tokens.copy_(sample_rows_reference(logits, *noise))
-            step.logprobs.copy_(row_logprobs_reference(logits, step.temperatures, step.tokens.long()))
+            step.logprobs.copy_(row_logprobs(logits, step.temperatures, step.tokens.long()))
             temperatures = torch.where(step.temperatures > 0, step.temperatures, 1.0)[:, None]
             top = (logits / temperatures).log_softmax(-1).topk(step.top[0].shape[1])
             step.top[0].copy_(top.indices)
@@ -292,7 +292,7 @@ class Samples:
         keys = torch.from_numpy(batch.rng_keys[owners].view(np.int64))
         wanted = logits if filtered is None else filtered
         tokens = sample_rows_reference(wanted, temperatures, keys, torch.from_numpy(positions))
-        return tokens, row_logprobs_reference(logits, temperatures, tokens)
+        return tokens, row_logprobs(logits, temperatures, tokens)
 
     def accept(self, slots: Sequence[int], trees: DraftTrees, paths: Sequence[Sequence[int]]) -> None:
         """Commit a path of nodes in each tree, and a bonus token; the KV of the nodes moves after the root's."""

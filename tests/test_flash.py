@@ -142,7 +142,7 @@ def loses_gradients(q: Tensor, *rest: Any, **options: Any) -> Tensor:
     [
         (raises, r"too many values to unpack"),
         (is_not_causal, r"values and gradients of q, k and v are off by \d\d"),
-        (loses_gradients, r"are off by 0\.\d%, 50\.\d%, 0\.\d%, 0\.\d%"),
+        (loses_gradients, r"are off by 0\.\d%, 49\.\d%, 0\.\d%, 0\.\d%"),
     ],
 )
 def test_one_that_fails_or_computes_something_else_is_refused(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_kernels import packed_attention_reference
 from torch import Tensor
 from update_cases import random_shares
 
-from srtrl.model.attention import PackedPlan, check_packed_attention, packed_attention_reference, varlen_attention
+from srtrl.model.attention import PackedPlan, check_packed_attention, varlen_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
