@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from kernel_cases import KERNEL_DEVICE
+from plain_kernels import ReferencePlan
 from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
 from srtrl.cuda.tiles import AttentionScratch, TiledRows, fill_tiles
 from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements
-from srtrl.model.paged_attention import KVCache, ReferencePlan, TreeRows
+from srtrl.model.paged_attention import KVCache, TreeRows
 
 
 @dataclass(kw_only=True, slots=True)

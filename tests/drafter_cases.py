@@ -3,16 +3,28 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from bench_cases import recorded
 from engine_cases import make_request, make_response
 
+from srtrl.bench.recorded import feed_drafter
 from srtrl.bench.replay_loop import count_accepted
-from srtrl.drafters.base import DrafterBase, end_to_end
+from srtrl.drafters.base import DrafterBase, Int32Array, end_to_end
 from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
+from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Purpose, Request, TopTokens
 
 VOCAB = 1000
 TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
 OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
+
+
+def make_drafter(name: str, history: Mapping[tuple[int, ...], Int32Array], **options: object) -> DrafterBase:
+    """A drafter by its name in a recipe that has seen these responses, [number, L] by prompt."""
+    drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
+    drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
+    prompts = [recorded(str(number), *texts) for number, texts in enumerate(history.items())]
+    feed_drafter(drafter, prompts)
+    return drafter
 
 
 def request(prompt: Sequence[int] = (1, 2), rng_key: int = 0, *, purpose: Purpose = "train") -> Request:

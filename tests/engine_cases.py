@@ -104,8 +104,12 @@ def requests_for(
     max_new_tokens: int = 24,
     temperature: float = 1.0,
     seed: int = 0,
+    **sampling: Any,
 ) -> list[Request]:
-    """`num_samples` requests for each prompt, of various length limits; token 0 ends a sample."""
+    """`num_samples` requests for each prompt, of various length limits; token 0 ends a sample.
+
+    `sampling` are further fields of their `SamplingParams`.
+    """
     return [
         make_request(
             draw,
@@ -115,6 +119,7 @@ def requests_for(
             max_new_tokens=max(1, max_new_tokens - 3 * draw),
             temperature=temperature,
             end_token_ids=(0,),
+            **sampling,
         )
         for draw, prompt in enumerate(prompts)
         for sample in range(num_samples)

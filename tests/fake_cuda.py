@@ -32,13 +32,12 @@ from unittest import mock
 import numpy as np
 import torch
 from kernel_cases import KERNEL_DEVICE  # it mends the interpreter
+from plain_kernels import packed_attention_reference
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-
-from srtrl.model.attention import packed_attention_reference
 
 CUDA = torch.device("cuda", 0)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from engine_cases import make_request, tiny_policy
 from kernel_cases import KERNEL_DEVICE
+from plain_kernels import sample_rows_reference
 from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
@@ -15,7 +16,7 @@ from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
+from srtrl.engine.sampling import row_logprobs
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 
@@ -248,7 +249,7 @@ class Samples:
         keys = torch.from_numpy(batch.rng_keys[owners].view(np.int64))
         wanted = logits if filtered is None else filtered
         tokens = sample_rows_reference(wanted, temperatures, keys, torch.from_numpy(positions))
-        return tokens, row_logprobs_reference(logits, temperatures, tokens)
+        return tokens, row_logprobs(logits, temperatures, tokens)
 
     def accept(self, slots: Sequence[int], trees: DraftTrees, paths: Sequence[Sequence[int]]) -> None:
         """Commit a path of nodes in each tree, and a bonus token; the KV of the nodes moves after the root's."""

@@ -39,31 +39,6 @@ def rewards_of(recipe: Path, runs: Path, *overrides: str) -> list[float]:
     return [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
 
 
-@pytest.mark.parametrize("example", ["grpo"], indirect=True)
-@pytest.mark.parametrize(
-    ("num_prompts", "num_steps"), [(8, 2), pytest.param(32, 8, marks=(pytest.mark.slow, pytest.mark.timeout(400)))]
-)
-def test_grpo_has_the_rewards_of_the_quickstart(
-    example: Any, num_prompts: int, num_steps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also after updates: the samples are equal but for one in which rounding decided a token."""
-    monkeypatch.setattr(example, "NUM_PROMPTS", num_prompts)
-    found = [example.train_step(step) for step in range(num_steps)]
-    sizes = (f"rollout.num_prompts={num_prompts}", f"train.num_steps={num_steps}")
-    expected = rewards_of(REPOSITORY / "recipes" / "quickstart.yaml", tmp_path, *sizes)
-    assert 0.3 < found[0] == expected[0]
-    assert found == pytest.approx(expected, abs=2 / (8 * num_prompts))
-
-
-@pytest.mark.parametrize("example", ["speculate"], indirect=True)
-def test_speculation_writes_the_same_texts_in_fewer_steps(example: Any) -> None:
-    plain, steps = example.rollout(drafts=False)
-    drafted, fewer = example.rollout(drafts=True)
-    assert plain == drafted
-    assert len(set(plain)) == example.NUM_SAMPLES
-    assert 2 * fewer < steps == example.NUM_SAMPLES * example.LENGTH
-
-
 @pytest.mark.parametrize("example", ["game"], indirect=True)
 def test_the_best_moves_win_the_game_and_a_move_against_the_rules_ends_it(example: Any) -> None:
     def play(sticks: int, moves: str) -> tuple[str, float]:

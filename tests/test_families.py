@@ -58,13 +58,14 @@ def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
 
     prompt = sequences[0].tolist()
     greedy = hf_model.generate(sequences[0][None], do_sample=False, max_new_tokens=30, eos_token_id=None)[0, 5:]
-    engine = Engine(model, options(max_sequence_tokens=40))
+    policy = load_model(tmp_path / "hf", dtype=torch.float32, device="cpu")
+    engine = Engine(policy, options(max_sequence_tokens=40))
     (completion,) = decode(engine, [make_request(prompt=prompt, max_new_tokens=30, temperature=0.0)]).values()
     assert completion.response.token_ids.tolist() == greedy.tolist()
     with torch.no_grad():
         hidden = model(torch.cat((sequences[0], greedy)), PackedPlan([35], "cpu"))[4:-1]
         logprobs, _ = token_logprobs(hidden, model.head_weight, greedy, temperature=1.0)
-    torch.testing.assert_close(logprobs.float(), torch.tensor(completion.response.rollout_logprobs))
+    torch.testing.assert_close(logprobs.float(), torch.tensor(completion.response.rollout_logprobs), rtol=0, atol=5e-5)
 
     save_model(model, tmp_path / "ours")
     loading: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)

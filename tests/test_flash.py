@@ -15,6 +15,7 @@ import torch
 from fake_cuda import attend_varlen, fake_cuda, varlen_attn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_kernels import packed_attention_reference
 from tiny_run import make_policy, make_recipe
 from torch import Tensor
 from torch.nn import attention
@@ -24,7 +25,7 @@ from update_cases import random_shares
 from srtrl.build import build_policy, make_policy_optimizer
 from srtrl.cuda import flash
 from srtrl.cuda.flash import choose_flash, use_flash
-from srtrl.model.attention import PackedPlan, check_packed_attention, packed_attention_reference, varlen_attention
+from srtrl.model.attention import PackedPlan, check_packed_attention, varlen_attention
 from srtrl.model.transformer import LayerKind, ModelConfig
 from srtrl.model.weights import read_config
 from srtrl.planner import describe_memory
@@ -179,7 +180,7 @@ def loses_gradients(q: Tensor, *rest: Any, **options: Any) -> Tensor:
     ("kernel", "reason"),
     [
         (is_not_causal, r"values and gradients of q, k and v are off by \d\d"),
-        (loses_gradients, r"are off by 0\.\d%, 50\.\d%, 0\.\d%, 0\.\d%"),
+        (loses_gradients, r"are off by 0\.\d%, 49\.\d%, 0\.\d%, 0\.\d%"),
     ],
 )
 def test_one_that_computes_something_else_is_refused(

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_kernels import token_logprobs_reference
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from update_cases import make_policy, make_recipe, make_sequences
 
 from srtrl.model.attention import PackedPlan
-from srtrl.model.logprobs import token_logprobs_reference
 from srtrl.rollout.packing import shared_tokens, sharing_order
 from srtrl.run.metrics import model_flops, time_metrics, update_flops
 

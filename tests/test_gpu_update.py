@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from plain_kernels import packed_attention_reference, token_logprobs_reference
 from torch import Tensor
 from update_cases import make_policy as make_tiny_policy
 from update_cases import make_recipe, make_sequences, update
 
 from srtrl.cuda.update import FusedSoftmax, fuse_update
-from srtrl.model.attention import PackedPlan, packed_attention_reference
-from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
+from srtrl.model.attention import PackedPlan
+from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs
 from srtrl.trainer.optimizer import build_optimizer
 
 pytestmark = pytest.mark.gpu

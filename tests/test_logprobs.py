@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_kernels import token_logprobs_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from srtrl.model.logprobs import token_logprobs, token_logprobs_reference
+from srtrl.model.logprobs import token_logprobs
 
 R, V, D = 37, 53, 11
 

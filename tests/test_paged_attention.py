@@ -6,8 +6,9 @@ import torch
 from attention_cases import make_cache, make_step, random_queries
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_kernels import ReferencePlan
 
-from srtrl.model.paged_attention import PagedPlan, ReferencePlan
+from srtrl.model.paged_attention import PagedPlan
 
 PAGE_SIZE = 4
 

@@ -1,19 +1,14 @@
-"""Speculation changes no token: every drafter against `none`, bit by bit, and against the exact distribution."""
+"""What the engine says to drafters, run-aheads, the exact distribution. Tokens with each drafter: test_reference.py."""
 
-import runpy
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from bench_cases import recorded
+from drafter_cases import make_drafter
 from engine_cases import (
     PROMPTS,
-    Completions,
     FakeDrafter,
     decode,
     make_request,
@@ -24,83 +19,16 @@ from engine_cases import (
 )
 from scipy.stats import chisquare
 
-from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
-from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
 from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
-from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Request
 
-Texts = dict[tuple[int, ...], list[np.ndarray]]
-"""Prompt -> responses."""
-
-NAMES = ("ngram", "suffix", "history", "srt")
 COST = StepCost(points=((8, 1.0), (16, 2.0)))
-STRANGE = np.array([[7] * 40, [0] * 40, [3, 4] * 20, range(40)], np.int32)
-NONSENSE: Texts = {prompt: list(STRANGE) for prompt in PROMPTS}
-"""History that no policy would write: long repetitions, end tokens in the middle, anything."""
-
-
-def texts_of(completions: Completions) -> Texts:
-    """The completions as history."""
-    texts: Texts = {}
-    for one in completions.values():
-        texts.setdefault(one.request.prompt_token_ids, []).append(np.array(one.response.token_ids.tolist(), np.int32))
-    return texts
-
-
-def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
-    """A drafter of the package that has seen these responses."""
-    drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
-    drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
-    prompts = [recorded(str(number), *texts) for number, texts in enumerate(history.items())]
-    feed_drafter(drafter, prompts)
-    return drafter
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("srt", torch.float32)])
-def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> None:
-    policy = tiny_policy(dtype)
-    requests = requests_for(PROMPTS[:4], max_new_tokens=18)
-    truth = decode(Engine(policy, options(slots=1)), requests)
-    known = texts_of(truth)
-    for history, slots, num_pages in (({}, 16, None), (known, 64, None), (known, 7, 9), (NONSENSE, 4, None)):
-        drafter = make_drafter(name, history)
-        engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
-        assert outputs(decode(engine, requests)) == outputs(truth)
-        assert engine.runner.model.dtype == dtype
-        metrics = engine.take_metrics()
-        assert (metrics["engine/preemptions"] > 0) == (num_pages is not None)
-        if history and name in ("history", "srt"):
-            assert metrics["engine/verified_per_decode_step"] > 1.1
-        if slots == 64 and name == "srt":  # a full cache saves steps
-            assert metrics["engine/tokens_per_decode_step"] > 1.5
-            assert metrics["engine/acceptance_depth_1"] > 0.5
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_drawn"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
-)
-def test_run_ahead_changes_no_bit_and_is_repeated(dtype: torch.dtype, is_drawn: bool) -> None:
-    """Step 1 runs ahead of step 2, or of draws that never come; a sample repeats its run-ahead word for word."""
-    policy = tiny_policy(dtype)
-    first, second = (requests_for(PROMPTS[:4], max_new_tokens=18, seed=seed) for seed in (0, 5))
-    ahead = second if is_drawn else [replace(request, rng_key=request.rng_key ^ 1) for request in second]
-    expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
-    unlimited = partial(RunAhead, max_slowdown=float("inf"))
-    engine = Engine(policy, options(slots=20, num_pages=40), drafter=make_drafter("srt", {}), background=unlimited)
-    assert outputs(decode(engine, first, run_ahead=ahead)) == expected[0]
-    assert engine.take_metrics()["engine/background_tokens"] > 0
-    engine.end_step(has_new_weights=True)
-    assert outputs(decode(engine, second)) == expected[1]
-    metrics = engine.take_metrics()
-    if is_drawn:  # the policy is the same, and so is every token of what was decoded ahead
-        assert metrics["engine/text_tokens_repeated"] > 0
 
 
 @pytest.mark.parametrize("draft_budget", ["auto", 2])
@@ -176,19 +104,6 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     assert engine.pool.num_used == 0
 
 
-def test_the_drafter_of_the_docs_saves_steps_and_changes_no_token() -> None:
-    file = Path(__file__).resolve().parent.parent / "docs" / "examples" / "drafter.py"
-    drafter = runpy.run_path(str(file))["Drafter"]()
-    policy, requests = tiny_policy(), requests_for(temperature=0.5)
-    expected = outputs(decode(Engine(policy, options()), requests))
-    engine = Engine(policy, options(num_pages=40), drafter=drafter)
-    assert outputs(decode(engine, requests)) == expected
-    engine.take_metrics()
-    assert outputs(decode(engine, requests)) == expected, "now every prompt is known"
-    assert engine.take_metrics()["engine/tokens_per_decode_step"] > 2
-    assert not drafter.live
-
-
 def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int) -> np.ndarray:
     """[V ** length] float64: probability of each continuation, by the policy's softmax in float64."""
     vocab_size = policy.config.vocab_size
@@ -219,7 +134,7 @@ def test_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
     exact = exact_distribution(policy, prompt, length)
     assert abs(exact.sum() - 1) < 1e-6
     texts = np.random.default_rng(0).integers(0, vocab_size, (64, length), np.int32)
-    drafter = make_drafter("history", {prompt: list(texts)}, max_rollouts=64)
+    drafter = make_drafter("history", {prompt: texts}, max_rollouts=64)
     engine = Engine(policy, options(slots=256, prefill_chunk_tokens=512, draft_budget=6), drafter=drafter)
     counts = np.zeros(len(exact), np.int64)
     for first in range(0, num_samples, 20_000):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
+from plain_kernels import packed_attention_reference
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -17,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from update_cases import random_shares
 
-from srtrl.model.attention import Gather, PackedPlan, packed_attention_reference
+from srtrl.model.attention import Gather, PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
 from srtrl.model.weights import init_model, named_tensors

@@ -13,12 +13,13 @@ from attention_cases import TreeStep, make_cache, make_step
 from family_cases import make_checkpoint
 from kernel_cases import KERNEL_DEVICE
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
+from plain_kernels import ReferencePlan
 from torch import Tensor
 
 from srtrl.cuda.layers import add_rms_norm, fused_forward, gated, move_kv, rope_and_store
 from srtrl.cuda.tiles import AttentionScratch
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.paged_attention import KVCache, ReferencePlan
+from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import (
     LLAMA,
     RopeConfig,

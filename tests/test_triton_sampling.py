@@ -10,11 +10,12 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
+from plain_kernels import sample_rows_reference
 from torch import Tensor
 
 from srtrl.cuda.jit import jit
 from srtrl.cuda.sampling import MARGIN, SamplingScratch, rough_gumbel, sample_rows_triton
-from srtrl.engine.sampling import sample_rows_reference, to_uniform
+from srtrl.engine.sampling import to_uniform
 from srtrl.features.draft_head import REFUSED, _take_best
 from srtrl.features.draft_head_cuda import rank_listed_triton
 
@@ -47,7 +48,7 @@ class Rows:
         return sample_rows_reference(self.logits, self.temperatures, self.rng_keys, self.positions.long())
 
     def expected_logprobs(self, tokens: Tensor) -> Tensor:
-        """`row_logprobs_reference`, summed in float64."""
+        """`row_logprobs`, summed in float64."""
         scaled = self.logits.float() / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None]
         return scaled.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 

@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import KERNEL_DEVICE
+from plain_kernels import token_logprobs_reference
 from torch import Tensor
 from torch.nn import functional
 
 from srtrl.cuda import update
 from srtrl.cuda.update import FusedSoftmax, fused_gated
-from srtrl.model.logprobs import PLAIN_SOFTMAX, Slopes, token_logprobs, token_logprobs_reference
+from srtrl.model.logprobs import PLAIN_SOFTMAX, Slopes, token_logprobs
 from srtrl.model.transformer import LLAMA, Style, gated
 
 FUSED = FusedSoftmax()

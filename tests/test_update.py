@@ -4,7 +4,6 @@ Padding, order and micro-batch size do not change the gradient: packed in any wa
 stops an update does so before the weights change, with a message that says what helps.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,18 +23,18 @@ from torch import Tensor
 from update_cases import (
     CALLS,
     RecordingSGD,
+    distance,
     flawed,
     make_policy,
     make_recipe,
     make_sequences,
-    naive_logprobs,
     update,
 )
 
 from srtrl import build
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.packing import PackedBatch, pack, shared_tokens, sharing_order
+from srtrl.rollout.packing import PackedBatch, pack, sharing_order
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer.learner import mini_batches
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner, logprob_difference, response_logprobs
@@ -131,12 +130,6 @@ def packed_gradient(
     return gradient, metrics
 
 
-def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of the expected gradient."""
-    difference = sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
-    return math.sqrt(difference / sum(float(e.double().square().sum()) for e in expected))
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"kl": {"coefficient": 0.05, "estimator": "k3"}, "entropy_coefficient": 0.3},
     {"kl": {"coefficient": 0.1, "estimator": "k2"}},
@@ -173,58 +166,6 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(loss: str, reduction: 
         in_float32.append(rounded)
         assert distance(in_float32[-1], in_float32[0]) < 1e-6
         assert distance(in_float32[-1], gradient) < 1e-5, "the weights alone are rounded by 6e-8"
-
-
-def sharing_sequences(policy: Transformer) -> list[TrainSequence]:
-    """Two draws of one prompt, one of another; samples that are equal, begin alike, begin another, or have turns."""
-    rng = np.random.default_rng(5)
-    text, other = rng.integers(19, size=(2, 9))
-    responses = [(0, text), (0, text), (0, text[:5]), (0, np.append(text[:3], other)), (0, text), (1, text), (1, other)]
-    responses += [(2, other), (2, np.append(other[:6], text))]
-    sequences = []
-    for index, (draw_index, response) in enumerate(responses):
-        prompt = [7, 8] if draw_index == 2 else [3, 1, 4, 1]
-        targets = np.arange(len(prompt), len(prompt) + len(response))
-        targets = targets if index < 4 else np.delete(targets, [2, 3])  # what an environment said
-        blank = np.zeros(len(targets), np.float32)
-        sequence = TrainSequence(
-            token_ids=np.concatenate((prompt, response)),
-            targets=targets,
-            draw_index=draw_index,
-            rollout_logprobs=blank,
-            advantages=rng.standard_normal(len(targets)).astype(np.float32),
-        )
-        noises = 0.5 * rng.standard_normal((2, len(targets)))
-        rollout, ref = ((noise + naive_logprobs(policy, sequence)).astype(np.float32) for noise in noises)
-        sequences.append(replace(sequence, rollout_logprobs=rollout, ref_logprobs=ref))
-    return sequences
-
-
-@pytest.mark.parametrize(
-    ("budget", "recomputes", "most_rows"), [(20, False, 0.75), (30, True, 0.65), (1000, False, 0.6)]
-)
-def test_what_samples_share_is_computed_once_with_the_gradient_of_all(
-    budget: int, recomputes: bool, most_rows: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Float64, to 1e-12 of the padded batch's and of the layout that shares nothing."""
-    policy = make_policy(scale=SCALE)
-    sequences = sharing_sequences(policy)
-    recipe = recipe_of(3, {"loss": "gspo", "entropy_coefficient": 0.3}, budget)
-    expected, (gradient,) = padded_step(make_policy(scale=SCALE), sequences, recipe)
-    rows = []
-    for shared in (shared_tokens, lambda some: [0] * len(some)):
-        monkeypatch.setattr("srtrl.rollout.packing.shared_tokens", shared)
-        policy = make_policy(scale=SCALE)
-        policy.gradient_checkpointing = recomputes
-        optimizer = RecordingSGD(policy)
-        metrics = update(policy, optimizer, sequences, recipe)
-        assert distance(optimizer.gradients[0], gradient) < 1e-12
-        for name in ("loss", "kl/ref", "entropy"):
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-12)
-        assert metrics["tokens/update"] == sum(len(sequence.token_ids) for sequence in sequences)
-        rows.append(metrics["tokens/update_rows"])
-    assert rows[0] < most_rows * rows[1]
-    assert rows[1] == metrics["tokens/update"]
 
 
 # --- Whole steps ------------------------------------------------------------------------------------------------------

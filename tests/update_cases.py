@@ -157,6 +157,12 @@ class RecordingSGD(MasterAdamW):
         torch._foreach_add_(parameters, self.gradients[-1], alpha=-self.rates[-1])
 
 
+def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Norm of the difference over the norm of the expected gradient."""
+    difference = sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
+    return math.sqrt(difference / sum(float(e.double().square().sum()) for e in expected))
+
+
 CALLS: list[str] = []
 """Of `incorrect_loss`."""
 

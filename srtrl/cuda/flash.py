@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 import torch
 from torch.nn import attention
 
-from srtrl.model.attention import HALF_DTYPES, packed_attention_reference, varlen_attention
+from srtrl.model.attention import HALF_DTYPES, PackedPlan
 from srtrl.model.transformer import ModelConfig
 from srtrl.resolve import Caught, describe_error
 
@@ -20,8 +20,8 @@ NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}
 """By the major compute capability: what PyTorch takes there, the best first."""
 MAX_HEAD_DIM = 128
 """Wider heads stay with PyTorch's own: the newer ones do not have all of them, with gradients, on all devices."""
-ADDED, LENGTHS = (48, 150), (48, 200)
-"""Of the trial: queries of two sequences, and their keys."""
+LENGTHS, SHARED = (48, 200), (0, 40)
+"""Of the trial: tokens of two sequences; the second one begins with tokens of the first."""
 TRIAL_WINDOW = 32
 MAX_ERROR = 0.02
 """Of the trial, as a share of the norm; bfloat16 alone makes about 0.005."""
@@ -77,17 +77,14 @@ def use_flash(setting: str, device: torch.device, dtype: torch.dtype, config: Mo
 
 
 def _try(device: torch.device, dtype: torch.dtype, config: ModelConfig, window: int | None) -> None:
-    """Compare the attention of two packed sequences, and its gradients, with `packed_attention_reference`."""
+    """Compare the attention of two packed sequences, and its gradients, with the plain one in float32."""
     generator = torch.Generator().manual_seed(0)
-    heads = [(config.num_attention_heads, ADDED), *[(config.num_key_value_heads, LENGTHS)] * 2]
-    q, k, v = (
-        torch.randn(sum(rows), count, config.head_dim, generator=generator).to(device, dtype).requires_grad_()
-        for count, rows in heads
+    plan = PackedPlan(LENGTHS, device, SHARED)
+    q, k, v, weights = (
+        torch.randn(len(plan.positions), count, config.head_dim, generator=generator).to(device, dtype).requires_grad_()
+        for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2, config.num_attention_heads)
     )
-    starts = [torch.tensor([0, *rows]).cumsum(0, dtype=torch.int32).to(device) for rows in (ADDED, LENGTHS)]
-    found = varlen_attention(q, k, v, (starts[0], starts[1]), (max(ADDED), max(LENGTHS)), window)
-    expected = packed_attention_reference(LENGTHS, q.float(), k.float(), v.float(), ADDED, window)
-    weights = torch.randn(q.shape, generator=generator).to(device, dtype)
+    found, expected = (plan.attend(0, *heads, window) for heads in ((q, k, v), (q.float(), k.float(), v.float())))
     results = [[out.detach(), *torch.autograd.grad(out, (q, k, v), weights.to(out.dtype))] for out in (found, expected)]
     errors = [float((one.float() - other).norm() / other.norm()) for one, other in zip(*results, strict=True)]
     if not all(error < MAX_ERROR for error in errors):

@@ -34,7 +34,7 @@ from srtrl.engine.rows import (
     views_of,
 )
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens
@@ -281,7 +281,7 @@ class CudaRunner(Runner):
             logits = step.hidden[rows] @ self.model.head_weight.t()
             filtered = filter_top_k_top_p(logits, temperatures, top_k[rows], top_p[rows])
             self._sample(step, rows, filtered)
-            step.logprobs[rows] = row_logprobs_reference(logits, temperatures, step.tokens[rows].long())
+            step.logprobs[rows] = row_logprobs(logits, temperatures, step.tokens[rows].long())
 
     def _sample(self, step: CudaStep, rows: slice, logits: Tensor, top: tuple[Tensor, Tensor] | None = None) -> None:
         noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])

@@ -3,7 +3,7 @@
 In the first a program takes one block of one row's vocabulary, so that a few rows fill the device. It sums the softmax
 and ranks the noisy logits in float32, good to about 1e-5. In the second a program takes one row: only the blocks whose
 best is within `MARGIN` of the row's best can hold the winner, nearly always one, and only they are computed again as
-`sample_rows_reference` does it, in float64. Blocks begin at fixed tokens and are combined in their order: the bits of a
+the definition says, in float64. Blocks begin at fixed tokens and are combined in their order: the bits of a
 row do not depend on other rows. Nothing asks the device anything, so a CUDA graph can hold it.
 
 Where drafters want the most likely tokens of a row, too, the first kernel keeps the best two of each block, and the
@@ -72,8 +72,8 @@ def sample_rows_triton(
         temperatures: [N] float32; 0 takes the most likely token (the first of equals).
         rng_keys: [N] int64, the bits of the unsigned keys.
         positions: [N] int32, index of the token within the response.
-        out_tokens: [N] int32, written: those of `sample_rows_reference`.
-        out_logprobs: [N] float32, written: under the whole tempered softmax, as `row_logprobs_reference`.
+        out_tokens: [N] int32, written: those of `sampling.sample_rows_on_cpu`.
+        out_logprobs: [N] float32, written: under the whole tempered softmax, as `sampling.row_logprobs`.
         scratch: For at least N rows of V tokens.
         out_top: [N, K] int32 and float32, written: the most likely tokens, of each block no more than two, and their
             log-probs, -inf where there are fewer tokens.

@@ -5,7 +5,7 @@ the kernel (`attention.py`), so that the sequence's keys are read once for all o
 several programs share the keys of a tile. How many is part of a captured graph, so there are few such numbers; the keys
 of one split are read from the device.
 
-What the kernel reads is `TiledRows`; the reference in plain PyTorch is `paged_attention.ReferencePlan`. M tiles.
+What the kernel reads is `TiledRows`. M tiles.
 """
 
 import math

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu, top_tokens_on_cpu
-from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs, sample_rows_on_cpu, top_tokens_on_cpu
+from srtrl.model.paged_attention import PagedPlan, TreeRows
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens
 
@@ -65,8 +65,7 @@ class CpuRunner(Runner):
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
         """See `Runner`."""
         rows = TreeRows(**{field.name: torch.from_numpy(getattr(inputs, field.name)) for field in fields(TreeRows)})
-        make_plan = ReferencePlan if self.model.dtype == torch.float64 else PagedPlan  # tests compute in float64
-        hidden = self.model(rows.token_ids.long(), make_plan(self.cache, rows))  # [N, D]
+        hidden = self.model(rows.token_ids.long(), PagedPlan(self.cache, rows))  # [N, D]
         self.inputs, self.hidden = inputs, hidden
         num_sampled = inputs.shape.num_sampled
         self._last = None  # its logits make room
@@ -82,7 +81,7 @@ class CpuRunner(Runner):
                 kept, inputs.temperatures[filtered], keys[filtered], positions[filtered]
             )
             taken = torch.from_numpy(token_ids[filtered]).long()
-            logprobs[filtered] = row_logprobs_reference(some, temperatures, taken).numpy()
+            logprobs[filtered] = row_logprobs(some, temperatures, taken).numpy()
         self._sampled = SampledRows(token_ids=token_ids, logprobs=logprobs)
         self._last = logits, self._sampled
 

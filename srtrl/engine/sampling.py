@@ -5,7 +5,7 @@ noise of entry v is a hash of (rng_key, p, v). That is a draw from the softmax (
 "A* sampling"), and a pure function of (logits, temperature, rng_key, position): it knows nothing of the batch, of the
 drafter or of how many tokens a step verified.
 
-`sample_rows_reference` is the definition, in plain PyTorch. The CPU kernel gives the same tokens faster: a token wins
+docs/examples/reference.py has this in two lines of NumPy. The CPU kernel gives the same tokens faster: a token wins
 with the smallest -log(u) / p (the same race as the largest logit + Gumbel), and since 1 - u <= -log(u), a token whose
 1 - u is already too large cannot win: one hash and one comparison reject nearly all of the vocabulary. Each row is
 computed alone in a fixed order, so its bits do not depend on the batch. Letters: N rows, V vocabulary.
@@ -71,25 +71,7 @@ def _tempered(logits: Tensor, temperatures: Tensor) -> Tensor:
     return logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
 
 
-def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor) -> Tensor:
-    """Sample one token a row.
-
-    Args:
-        logits: [N, V], any float type; -inf excludes a token.
-        temperatures: [N] float32; 0 takes the most likely token (the first of equals).
-        rng_keys: [N] int64, the bits of the unsigned rng_keys.
-        positions: [N] int64, index of the token within the response.
-
-    Returns:
-        [N] int64.
-    """
-    scaled = _tempered(logits, temperatures)
-    gumbel = -torch.log(-torch.log(uniform_noise(rng_keys, positions, logits.shape[1])))  # [N, V] float64
-    noisy = torch.where(temperatures[:, None] > 0, scaled.double() + gumbel, scaled.double())
-    return noisy.argmax(dim=-1)
-
-
-def row_logprobs_reference(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
+def row_logprobs(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
     """Log-probs [N] float32 of `token_ids` [N] under the tempered softmax (of temperature 1 where it is 0)."""
     scaled = _tempered(logits, temperatures)
     return scaled.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
@@ -118,7 +100,7 @@ def sample_rows_on_cpu(
     rng_keys: npt.NDArray[np.uint64],
     positions: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Sample one token for each row, with its log-prob; see the two references above.
+    """Sample one token for each row, with its log-prob.
 
     Args:
         logits: [N, V], computed with in float32; -inf excludes a token.
@@ -198,7 +180,7 @@ def _sample_rows(
 def top_tokens_on_cpu(logits: Tensor, temperatures: Tensor, token_ids: Tensor, logprobs: Tensor, num: int) -> TopTokens:
     """The `num` most likely tokens of each row of `logits` [N, V], or all of them.
 
-    The other arguments are those of `row_logprobs_reference` and what it returned: a sampled token's log-prob has the
+    The other arguments are those of `row_logprobs` and what it returned: a sampled token's log-prob has the
     denominator, so that nothing is summed again.
     """
     scaled = _tempered(logits, temperatures)

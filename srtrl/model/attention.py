@@ -281,31 +281,3 @@ def bucket_by_length(lengths: Sequence[int], shortest_share: float = 0.875) -> l
         else:
             buckets.append([index])
     return buckets
-
-
-def packed_attention_reference(
-    lengths: Sequence[int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    num_queries: Sequence[int] | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Causal attention within each sequence, written out: a sequence and an explicit softmax at a time.
-
-    q [T, H, E], k and v [S, K, E] -> [T, H, E]. The queries of a sequence are its last `num_queries` tokens, by default
-    all `lengths`.
-    """
-    num_shared = q.shape[1] // k.shape[1]  # query heads on one key-value head
-    outputs = []
-    counts = (list(num_queries or lengths), list(lengths), list(lengths))
-    parts = (heads.split_with_sizes(sizes) for heads, sizes in zip((q, k, v), counts, strict=True))
-    for q_one, k_one, v_one in zip(*parts, strict=True):
-        keys, values = (heads.repeat_interleave(num_shared, dim=1) for heads in (k_one, v_one))  # [L, H, E]
-        scores = torch.einsum("ihe,jhe->hij", q_one, keys) * q.shape[-1] ** -0.5  # [H, Q, L]
-        steps = torch.arange(len(keys), device=q.device)
-        distances = steps[len(keys) - len(q_one) :, None] - steps  # [Q, L]
-        unseen = (distances < 0) | (distances >= (window or len(keys)))
-        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
-        outputs.append(torch.einsum("hij,jhe->ihe", weights, values))
-    return torch.cat(outputs)

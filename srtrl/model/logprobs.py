@@ -107,17 +107,6 @@ def chunk_tokens(vocab_size: int) -> int:
     return min(MAX_CHUNK_TOKENS, max(_CHUNK_MULTIPLE, limit))
 
 
-def token_logprobs_reference(
-    hidden: Tensor, head_weight: Tensor, target_ids: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The same as `token_logprobs` in the fewest words and the most memory: the oracle of its tests."""
-    logits = functional.linear(hidden, head_weight)  # [R, V]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)  # [R, V]
-    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)  # [R]
-    return logprobs.gather(-1, target_ids.unsqueeze(-1)).squeeze(-1), entropy
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """A custom function rather than a checkpoint around each chunk: faster, and sums the head's gradient in place."""
 

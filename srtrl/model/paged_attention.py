@@ -2,8 +2,8 @@
 
 A *KV index*, a place in the cache, is `page * page_size + offset`. A row sees the committed positions of its sequence
 (through the page table) and the draft nodes on its own branch, itself included (as bits); a prompt token or a root sees
-committed positions only. One token and one tree are the same code path. Here are the cache, the rows of a step, the
-reference in plain PyTorch and the kernel for CPUs.
+committed positions only. One token and one tree are the same code path. Here are the cache, the rows of a step
+and the kernel for CPUs.
 
 In the CPU kernel each (row, key-value head) is one task that computes alone, in one fixed order: keys by absolute
 position, then the row's own branch of the draft tree by depth. So the output bits of a row do not depend on the batch
@@ -113,53 +113,6 @@ class TreeRows:
     tree, whose key lies at position context_length + i of the sequence."""
     page_tables: Tensor
     """[B, P], pages of each sequence in order of position; entries after its last page are never read."""
-
-
-class ReferencePlan:
-    """The plan of a decode step (`srtrl.model.attention.AttentionPlan`) in plain PyTorch, one row at a time.
-
-    It states what the kernels compute, on any device, in any dtype and cache layout.
-    """
-
-    def __init__(self, cache: KVCache, rows: TreeRows) -> None:
-        self.cache = cache
-        self.num_positions = int(rows.positions.max()) + 1
-        self.positions = rows.positions.long()
-        self.real = (rows.kv_indices >= 0).nonzero().squeeze(1)
-        self.targets = page_and_offset(rows.kv_indices[self.real], cache.page_size)
-        self.seen = [self._seen_by(rows, row) for row in self.real.tolist()]
-        """For each real row the pages and offsets of all keys that it sees."""
-
-    def _seen_by(self, rows: TreeRows, row: int) -> tuple[Tensor, Tensor]:
-        context = int(rows.context_lengths[row])
-        bit = torch.arange(BITS_PER_WORD, device=rows.ancestors.device)
-        nodes = ((rows.ancestors[row, :, None] >> bit) & 1).flatten().nonzero().squeeze(1)
-        positions = torch.cat((torch.arange(context, device=nodes.device), context + nodes))
-        pages, offsets = page_and_offset(positions, self.cache.page_size)
-        return rows.page_tables[rows.row_tables[row]][pages].long(), offsets
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        """Store the rows' keys and values, then attend, softmax in at least float32; padding comes out as zeros."""
-        key_pages, value_pages = self.cache.key_pages[layer], self.cache.value_pages[layer]
-        pages, offsets = self.targets
-        key_pages[pages, :, :, offsets] = k[self.real].to(key_pages.dtype)
-        value_pages[pages, :, offsets] = v[self.real].to(value_pages.dtype)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        for row, (pages, offsets) in zip(self.real.tolist(), self.seen, strict=True):
-            if window is not None:  # they are in order of position
-                pages, offsets = pages[-window:], offsets[-window:]  # noqa: PLW2901
-            keys = key_pages[pages, :, :, offsets].to(wide)  # [n, K, E]
-            values = value_pages[pages, :, offsets].to(wide)  # [n, K, E]
-            grouped = q[row].to(wide).reshape(keys.shape[1], -1, q.shape[-1])  # [K, H / K, E]
-            scores = torch.einsum("kge,nke->kgn", grouped, keys) * q.shape[-1] ** -0.5
-            out[row] = torch.einsum("kgn,nke->kge", scores.softmax(-1), values).flatten(0, 1).to(q.dtype)
-        return out
-
-
-def page_and_offset(indices: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of each KV index; of positions: the entry of the page table and the offset. int64."""
-    return indices.long() // page_size, indices.long() % page_size
 
 
 class PagedPlan:
