@@ -237,6 +237,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "own_rewards.py").write_text(textwrap.dedent(REWARDS), encoding="utf-8")
     folder_before, path_before = Path.cwd(), list(sys.path)
     os.chdir(folder)
+    resolve_function("srtrl.tasks.rewards", "own_rewards:act")  # imports it: each test may run alone
     yield folder
     os.chdir(folder_before)
     sys.path[:] = path_before

@@ -239,9 +239,7 @@ def decode(
                 break
             row = child
             accepted.append(child)
-        kept = torch.tensor(
-            [*range(num_cached), *(num_cached + row for row in accepted)]
-        )  # the other nodes are dropped
+        kept = torch.tensor([*range(num_cached), *(num_cached + row for row in accepted)])  # without the other nodes
         cache = [(keys[:, kept], values[:, kept]) for keys, values in cache]
         num_steps += 1
     memory.learn(text)
