@@ -47,7 +47,7 @@ from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
-from srtrl.run.place import StartFlags, run_path
+from srtrl.run.place import StartFlags
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
@@ -192,7 +192,7 @@ def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | N
     check_trackers(recipe.log)
     if not flags.get("resume"):
         return changes, None
-    return changes, checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step"))
+    return changes, checkpoint_to_resume(recipe.folder / "checkpoints", flags.get("from_step"))
 
 
 def choose_device(recipe: Recipe) -> torch.device:

@@ -32,7 +32,7 @@ from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.run.place import is_empty, run_path
+from srtrl.run.place import is_empty
 from srtrl.tasks.base import needs_network
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
@@ -242,7 +242,7 @@ def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[s
 def _verdict(recipe: Recipe, outcome: str) -> str:
     """What `srtrl train` would do with a recipe whose checks passed."""
     folder = f"{recipe.output_dir}/{recipe.name}"
-    exists = "" if is_empty(run_path(recipe)) else f"; {folder} exists: --resume continues it, --overwrite begins again"
+    exists = "" if is_empty(recipe.folder) else f"; {folder} exists: --resume continues it, --overwrite begins again"
     return f"verdict: {_checked(recipe)}; {outcome}{exists}"
 
 

@@ -22,7 +22,7 @@ from srtrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "tests" / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

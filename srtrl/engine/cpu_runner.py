@@ -142,7 +142,7 @@ def _unequal(row_counts: Sequence[int], weight: Tensor) -> set[int]:
 
 @cache
 def warn_of_rounding(dtype: str, *row_counts: int) -> None:
-    """Log once that products of so many rows are rounded otherwise than those of more rows."""
+    """Log once that products with `row_counts` rows round differently from products with more rows."""
     logger.warning(
         "model.dtype: %s products of %s rows are rounded otherwise here than those of more rows; so drafts, slots and "
         "timing can change samples and weights, by rounding (docs/exactness.md)",

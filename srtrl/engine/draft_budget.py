@@ -198,8 +198,8 @@ class _Rate:
 class DraftGate:
     """Whether to draft, for steps of one class: tokens per second with and without drafts, by the wall clock.
 
-    Fewer than `MIN_GAIN` tokens per sequence cannot give so many times the tokens per second, whatever the clock of a
-    busy machine says: then the clock is not read.
+    A drafted step that gives less than `MIN_GAIN` tokens per sequence cannot be worth it. So it is not, even if the
+    clock of a busy machine shows a gain.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Fields, and the values of each that are supported."""
 _NO_QUANTIZED = "none: save dequantized weights first (`model.dequantize()` of transformers), without this field"
-_REMEDIES = {"quantization_config": _NO_QUANTIZED, "compression_config": _NO_QUANTIZED}
+_REMEDIES = dict.fromkeys(("quantization_config", "compression_config"), _NO_QUANTIZED)
+"""What is supported in place of a field, and what to do."""
 _TEXT_MODELS = ("gemma3_text", "ministral3")
 """Text models that are published as the `text_config` of a model that reads images, too."""
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
@@ -282,19 +283,17 @@ def _refuse(config: Any, family: _Family, source: str) -> None:
     found = {name: getattr(config, name, None) for name in family.plain}
     layer_types, rope = _layer_types(config), config.rope_parameters
     ropes = [rope[layer_type] for layer_type in set(layer_types) if layer_type in rope] or [rope]
-    rope_is_supported = all(
-        one["rope_type"] in _ROPE_TYPES
-        and {name for name, value in one.items() if value is not None} <= _ROPE_FIELDS
-        and (family.can_rotate_partly or one.get("partial_rotary_factor", 1.0) == 1)
+    unknown = {name for one in ropes for name, value in one.items() if value is not None} - _ROPE_FIELDS
+    rope_is_supported = not unknown and all(
+        one["rope_type"] in _ROPE_TYPES and (family.can_rotate_partly or one.get("partial_rotary_factor", 1.0) == 1)
         for one in ropes
     )
     ropes_text = f"rope_type {', '.join(_ROPE_TYPES)}" + ", for the whole head" * (not family.can_rotate_partly)
-    if unknown := {name for one in ropes for name, value in one.items() if value is not None} - _ROPE_FIELDS:
+    if unknown:
         ropes_text += f", without {', '.join(sorted(unknown))}"
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    plain = ((name, found[name], found[name] in values, values[0]) for name, values in family.plain.items())
     for name, value, is_supported, supported in (
-        *plain,
+        *((name, found[name], found[name] in values, values[0]) for name, values in family.plain.items()),
         ("layer_types", layer_types, set(layer_types) <= set(_LAYER_TYPES), ", ".join(_LAYER_TYPES)),
         ("num_key_value_heads", num_kv_heads, num_heads % num_kv_heads == 0, f"divisors of {num_heads} heads"),
         ("rope_parameters", rope, rope_is_supported, ropes_text),

@@ -331,7 +331,7 @@ class Recipe(Section):
 
     @property
     def max_samples(self) -> float:
-        """Samples that decode at one time at most: a step and its run-ahead, or an evaluation of so many problems."""
+        """Maximum number of samples at one time: a step with its run-ahead, or an evaluation (infinite: unknown)."""
         num_draws = 2 * max(self.rollout.num_prompts, self.rollout.max_draws or 0)
         return max(num_draws * self.rollout.num_samples, (self.eval.num_problems or inf) * self.eval.num_samples)
 

@@ -18,15 +18,13 @@ from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
-from srtrl.run.metrics import headline, longest_stages, run_figures
+from srtrl.run.metrics import MANY_TRUNCATED, headline, longest_stages, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MARK = "· srtrl</title>"
 """In the template, and so in every report."""
 NUM_STEPS = 6
 """Steps of which samples are shown."""
-MANY_TRUNCATED = 0.5
-"""With a larger share of truncated responses there is a notice."""
 MAX_POINTS = 250
 """Of a line, to look at under the pointer."""
 NUM_PER_OUTCOME = 3

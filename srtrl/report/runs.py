@@ -17,11 +17,15 @@ from srtrl.run.steps import step_of
 if TYPE_CHECKING:
     import pyarrow
 
-SHOWN = {"prompt_id", "draw_index", "sample_index", "prompt", "prompt_token_ids", "token_ids", "text", "reward"}
-SHOWN |= {"outcome", "finish_reason"}
+SHOWN = {
+    *("prompt_id", "draw_index", "sample_index", "prompt", "prompt_token_ids", "token_ids", "text"),
+    *("reward", "outcome", "finish_reason"),
+}
 """Columns of the rollouts that a reader needs, without nulls."""
-ENGINE_FIGURES = ("engine/tokens", "engine/decode_steps", "engine/tokens_per_decode_step")
-FIGURES = ("reward/mean", "data/epoch", "time/step", *ENGINE_FIGURES)
+FIGURES = (
+    *("reward/mean", "data/epoch", "time/step"),
+    *("engine/tokens", "engine/decode_steps", "engine/tokens_per_decode_step"),
+)
 """What the row of a training step has at least."""
 NUM_LISTED = 8
 """How many prompts or steps a message lists."""
@@ -153,6 +157,6 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id
         raise ValueError(f"{path}: cannot read these rollouts: {str(error).partition(chr(10))[0]}") from error
 
 
-def _kind(column_type: "pyarrow.DataType") -> str:
+def _kind(data_type: "pyarrow.DataType") -> str:
     """A type of a column without its widths."""
-    return re.sub(r"\d+|element: |item: |large_", "", str(column_type)).replace("double", "float")
+    return re.sub(r"\d+|element: |item: |large_", "", str(data_type)).replace("double", "float")

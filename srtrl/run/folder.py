@@ -20,7 +20,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
 from srtrl.run.checkpoint import delete, num_log_bytes
 from srtrl.run.columns import ROLLOUT_COLUMNS, TURN_COLUMNS, VERSION_COLUMNS, column_type
-from srtrl.run.place import StartFlags, check_place, is_empty, is_rows, run_path
+from srtrl.run.place import StartFlags, check_place, is_empty, is_rows
 from srtrl.run.steps import latest_checkpoint, list_checkpoints, numbered, step_of
 from srtrl.types import RolloutGroup
 
@@ -99,7 +99,7 @@ def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
             checkpoints, or with another value of one of `LOCKED_KEYS`.
     """
     check_place(recipe, **flags)
-    folder = run_path(recipe)
+    folder = recipe.folder
     return [] if is_empty(folder) or flags.get("overwrite") else _check_resume(folder, recipe)
 
 
@@ -114,7 +114,7 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
         ValueError: as `check_run_folder`, or another process holds the folder.
     """
     check_run_folder(recipe, **flags)
-    folder, moved_to = run_path(recipe), None
+    folder, moved_to = recipe.folder, None
     if flags.get("overwrite") and not is_empty(folder):
         with _locked(folder):
             moved_to = move_aside(folder)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_tflops"})
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
+MANY_TRUNCATED = 0.5
+"""With a larger share of truncated responses there is a notice."""
 
 
 def rollout_metrics(
@@ -221,7 +223,7 @@ def step_problems(metrics: MetricRow) -> str:
         parts.append(f"{metrics['tokens/unknown']:.0f} tokens that the tokenizer does not have")
     if metrics["groups/dropped"]:
         parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
-    if metrics["length/truncated_share"] > 0.5:
+    if metrics["length/truncated_share"] > MANY_TRUNCATED:
         parts.append(f"{metrics['length/truncated_share']:.0%} of the samples reached rollout.max_new_tokens")
     if metrics["groups/short"]:
         parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
@@ -255,7 +257,7 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     if steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
         figures["training reward, first to last"] = f"{first:.3f} to {last:.3f}"
-    if steps and (share := fmean(row.get("length/truncated_share", 0) for row in steps)) > 0.5:
+    if steps and (share := fmean(row.get("length/truncated_share", 0) for row in steps)) > MANY_TRUNCATED:
         figures["reached rollout.max_new_tokens"] = f"{share:.0%} of the samples"
     if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
         figures["steps with nothing to learn from"] = str(num_skipped)

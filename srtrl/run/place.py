@@ -20,18 +20,13 @@ class StartFlags(TypedDict, total=False):
     """With `resume`, continue from the checkpoint of this step, and delete later ones."""
 
 
-def run_path(recipe: Recipe) -> Path:
-    """Where the run of this recipe lives, absolute."""
-    return recipe.folder
-
-
 def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
     """Refuse a folder in which the run cannot begin.
 
     Raises:
         ValueError: flags that exclude each other; a folder that exists without any, or is a link; a model in it.
     """
-    folder, shown = run_path(recipe), Path(recipe.output_dir, recipe.name)
+    folder, shown = recipe.folder, Path(recipe.output_dir, recipe.name)
     resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
     try:
         is_free = is_empty(folder)

@@ -13,7 +13,6 @@ from srtrl.environments.base import mark_segments
 from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import LogSection, Recipe
 from srtrl.run.folder import flatten, rollout_rows
-from srtrl.run.place import run_path
 from srtrl.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -58,14 +57,14 @@ def start_trackers(recipe: Recipe, *, step: int) -> list[GeneralTracker]:
     options: dict[str, dict[str, Any]] = {
         "wandb": {
             "name": os.environ.get("WANDB_NAME", recipe.name),
-            "dir": os.environ.get("WANDB_DIR", str(run_path(recipe))),
+            "dir": os.environ.get("WANDB_DIR", str(recipe.folder)),
         },
         "tensorboard": {"purge_step": step + 1},  # hides what a killed run logged after its checkpoint
     }
     trackers = []
     for name in recipe.log.trackers:
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
-        folder = [str(run_path(recipe) / "tensorboard")] if tracker_class.requires_logging_directory else []
+        folder = [str(recipe.folder / "tensorboard")] if tracker_class.requires_logging_directory else []
         trackers.append(tracker_class(recipe.log.project, *folder, **options.get(name, {})))
         trackers[-1].start()
     config = {

@@ -93,7 +93,7 @@ def _is_equal(reference: list[Any], found: str) -> bool:
 
 
 SIGNIFICANT_DIGITS = 3
-"""A decimal of so many digits, or more, equals each value that rounds to it."""
+"""A decimal with at least this number of digits equals each value that rounds to it."""
 
 
 def _differ(first: Any, second: Any) -> bool:

@@ -240,8 +240,8 @@ def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | N
     text, answer, *others = options.text_and_answer(fields, text)
     text, messages = _fill_template(options, text, messages)
     prompt_id = row.name if options.id_field is None else text_of(fields, options.id_field)
-    prompt = Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer, metadata=fields)
-    return replace(prompt, other_answers=tuple(others)), messages
+    answers: dict[str, Any] = {"answer": answer, "other_answers": tuple(others)}
+    return Prompt(prompt_id=prompt_id, text=text, token_ids=(), metadata=fields, **answers), messages
 
 
 def _fill_template(options: RowOptions, text: str, messages: list[Message] | None) -> tuple[str, list[Message] | None]:

@@ -178,9 +178,9 @@ class PolicyLearner(Learner):
         advantage, without a KL or an entropy bonus beside it.
         """
         algorithm = self.recipe.algorithm
-        has_other_terms = algorithm.entropy_coefficient > 0 or is_user_defined(algorithm.loss)
-        has_other_terms = has_other_terms or algorithm.kl.coefficient > 0  # in the reward: for the metric
-        return has_other_terms or bool(sequence.advantages.any())
+        # A KL in the reward has no gradient of its own, but `kl/ref` is measured in the passes.
+        has_other_terms = algorithm.kl.coefficient > 0 or algorithm.entropy_coefficient > 0
+        return has_other_terms or is_user_defined(algorithm.loss) or bool(sequence.advantages.any())
 
 
 def response_logprobs(

@@ -29,7 +29,7 @@ from srtrl.run.metrics import (
     time_metrics,
     update_flops,
 )
-from srtrl.run.place import StartFlags, run_path
+from srtrl.run.place import StartFlags
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
 from srtrl.run.trackers import log_samples, start_trackers
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
@@ -147,7 +147,7 @@ class Trainer:
                     self.run = self._open_folder(stack)
                 else:
                     nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
-                    self.run = RunFolder(path=run_path(self.recipe), checkpoint=self.checkpoint, log=nowhere)
+                    self.run = RunFolder(path=self.recipe.folder, checkpoint=self.checkpoint, log=nowhere)
             self._say_start()
             self._stack = stack.pop_all()
         return self
