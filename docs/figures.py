@@ -53,9 +53,8 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.features.head_drafter import HeadDrafter
-from srtrl.features.partial import PartialDraws
+from srtrl.features.off_policy import PartialDraws, accept_prefixes
 from srtrl.features.run_ahead import RunAhead
-from srtrl.features.spec_rl import accept_prefixes
 from srtrl.model.folders import locate
 from srtrl.model.noise import make_rng_key
 from srtrl.model.shapes import SHAPES

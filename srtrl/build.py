@@ -32,10 +32,9 @@ from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
-from srtrl.features.partial import PartialSampler
+from srtrl.features.off_policy import PartialSampler, SpecRlSampler
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare
-from srtrl.features.spec_rl import SpecRlSampler
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
@@ -354,7 +353,7 @@ def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | 
     if section is None:
         return None
     dtype = DTYPES[recipe.model.dtype]
-    head = DraftHead(policy, dtype, vocabulary=section.vocabulary, hidden=section.hidden, seed=recipe.seed)
+    head = DraftHead(policy, dtype, vocabulary=section.vocabulary, seed=recipe.seed)
     return DraftHeadLearner(head, policy, recipe)
 
 

@@ -85,7 +85,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(_check_drafter, recipe)
     if recipe.rollout.environment is not None:
-        yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment, recipe.rollout.mode)
+        yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment)
     yield "output_dir", partial(check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_output, recipe.warm_start.output)
@@ -93,18 +93,13 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "log.trackers", partial(check_trackers, recipe.log)
 
 
-def _check_environment(section: EnvironmentSection, mode: str) -> None:
-    """Resolve environment and format; with an off-policy mode the environment must have `replay`."""
+def _check_environment(section: EnvironmentSection) -> None:
+    """Resolve environment and format."""
     from srtrl.environments.base import resolve_environment
     from srtrl.environments.formats import resolve_format
 
     resolve_format(section)
-    environment, _ = resolve_environment(section)
-    if mode != "on_policy" and not environment.can_replay():
-        raise ValueError(
-            f"{section.name} has no `replay`, by which its state comes back in a sample that rollout.mode {mode} "
-            "goes on with: write that method (docs/extending.md#an-environment), or set rollout.mode=on_policy"
-        )
+    resolve_environment(section)
 
 
 def _problem_of(error: Exception, default_key: str) -> Problem:

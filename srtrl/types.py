@@ -107,9 +107,6 @@ class Response:
     """None: it continues."""
     extensions: tuple[tuple[int, int], ...] = ()
     """Start and stop of each part that was not sampled (`Engine.extend`)."""
-    answers: Mapping[str, str] = field(default_factory=dict)
-    """Of a sample that has ended: its environment's answers to turns, as JSON, by a hash of the response up to the
-    turn's end. A sample that begins with these turns has them without a call of the environment."""
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:

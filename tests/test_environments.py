@@ -160,7 +160,7 @@ def stuck(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Stuck.is_free.set()
 
 
-HANGS = dict.fromkeys(["init", "start", "step", "async step", "async wait", "replay"], "")
+HANGS = dict.fromkeys(["init", "start", "step", "async step", "async wait"], "")
 HANGS |= {name: f"`{name}` of" for name in ("open", "max_parallel", "close")} | {"end": "the end of `open` of"}
 """Where it hangs -> how that is named."""
 
@@ -332,18 +332,6 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
             Record(path)
-
-
-def test_a_format_that_changed_between_two_steps_is_named() -> None:
-    """A prefix has the tokens of an observation that is written otherwise now."""
-    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
-        first = completion_of([*encode("abc"), END])
-        second = completion_of(encode("stop"), first, ask(conversations, first).extension)
-        response = conversations.give_up(second).response
-        changed = {key: text.replace("1:abc", "1:abcd") for key, text in response.answers.items()}
-        prefix = replace(response.cut(response.extensions[0][1]), answers=changed)
-        with pytest.raises(ValueError, match="format: text writes an observation of a step before otherwise"):
-            conversations.submit_turn(replace(second, request=replace(second.request, prefix=prefix)), PROMPT)
 
 
 def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "lora": {"model__lora": {"rank": 4}},
     "lora, base on the host": {"model__lora": {"rank": 4, "base": "host"}},
     "draft head": {
-        "rollout__draft_head": {"k": 2, "vocabulary": 64, "hidden": 16},
+        "rollout__draft_head": {"k": 2, "vocabulary": 64},
         "rollout__draft_budget": 4,
         "train__micro_batch_tokens": 24,
     },

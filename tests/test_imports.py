@@ -89,12 +89,10 @@ NOT_CODE = (
 NOT_IN_A_RECIPE = {
     "output_dir": "where a run goes is not the recipe's business: a user gives it",
     "model.tokenizer": "of policies whose folder has none (docs/logging.md)",
-    "model.lora.targets": "to be removed: no recipe needs it",
     "model.lora.base": "memory of a GPU: the planner proposes it (docs/lora.md)",
     "grading.timeout_seconds": "a judge or a verifier that takes longer (docs/grading.md)",
     "rollout.stop_strings": "of policies that were not trained to end (docs/tools.md)",
     "rollout.drafter_options": "a drafter of one's own (docs/extending.md)",
-    "rollout.draft_head.hidden": "to be removed: no recipe needs it",
     "rollout.run_ahead_max_slowdown": "turns run-aheads off (docs/speculation.md)",
     "rollout.kv_memory_gib": "what to lower where memory is short (docs/gpu.md)",
     "rollout.cuda_graphs": "stays until a GPU has run (docs/performance.md)",

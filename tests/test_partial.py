@@ -1,10 +1,9 @@
 """Mode `partial`: what ends in a step is decided on a virtual clock, and nothing is lost or sampled twice."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import make_response, options, tiny_policy
-from environment_cases import TOKENIZER, Ledger, grader_of, section_of
+from environment_cases import TOKENIZER, grader_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rank_cases import FORKED, run_ranks
@@ -25,8 +24,7 @@ from srtrl import build
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.background import Background
 from srtrl.engine.engine import Engine
-from srtrl.environments.turns import EnvironmentTurns
-from srtrl.features.partial import PartialDraws, PartialSampler
+from srtrl.features.off_policy import PartialDraws, PartialSampler
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.turns import Turns
 from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, SamplingParams
@@ -34,18 +32,16 @@ from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, Samp
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
 SAMPLING = SamplingParams(max_new_tokens=100, end_token_ids=tuple(range(12)))
 """Of a policy that is nearly uniform over 290 tokens: lengths are nearly geometric, with a long tail."""
-Sampled = dict[SampleKey, tuple[list[int], list[float], list[int], list[int], Any]]
-"""Tokens, log-probs and policy versions of each sample, indices of those sampled, and what does not depend on them."""
+Sampled = dict[SampleKey, tuple[list[int], list[float], list[int], Any]]
+"""Tokens, log-probs and policy versions of each sample, and what does not depend on them."""
 
 
 def step_through(
     num_steps: int,
-    has_tools: bool = False,
     *,
     num_open: int = NUM_OPEN,
     drafts: bool = False,
     scale: float = 1.0,
-    on_carried: Callable[[dict[SampleKey, Response]], None] = lambda _: None,
     **sizes: Any,
 ) -> list[Sampled]:
     """The samples that each step learns from, with unchanged weights that count as new ones.
@@ -55,12 +51,12 @@ def step_through(
     sizes = {"max_sequence_tokens": 128, **sizes}
     policy = tiny_policy(vocab_size=290, scale=scale)
     engine = Engine(policy, options(**sizes), drafter=SrtDrafter() if drafts else None)
-    turns = EnvironmentTurns(section_of(Ledger, max_turns=4), TOKENIZER) if has_tools else Turns(TOKENIZER)
+    turns = Turns(TOKENIZER)
     shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "sampling": SAMPLING, "seed": 5, "purpose": "train"}
     earlier: dict[SampleKey, Response] = {}
     steps: list[Sampled] = []
     new = count()
-    with grader_of("test_rank_rollouts:half_tokens") as grader, turns:
+    with grader_of("test_rank_rollouts:half_tokens") as grader:
         for step in range(num_steps):
             going_on = sorted({draw for draw, _ in earlier})
             numbers = [*going_on, *(next(new) for _ in range(num_open - len(going_on)))]
@@ -75,17 +71,15 @@ def step_through(
             assert engine.pool.num_used == 0
             engine.end_step(has_new_weights=True)
             earlier = part.carried
-            on_carried(earlier)
     assert not earlier
     return steps
 
 
-def contents_of(rollout: Rollout) -> tuple[list[int], list[float], list[int], list[int], Any]:
+def contents_of(rollout: Rollout) -> tuple[list[int], list[float], list[int], Any]:
     response = rollout.response
-    arrays = response.token_ids, response.rollout_logprobs, response.policy_versions, response.sampled
-    token_ids, logprobs, versions, sampled = (array.tolist() for array in arrays)
-    talk = rollout.conversation and replace(rollout.conversation, tool_seconds=())
-    return token_ids, logprobs, versions, sampled, (talk, rollout.grade, response.finish_reason)
+    arrays = response.token_ids, response.rollout_logprobs, response.policy_versions
+    token_ids, logprobs, versions = (array.tolist() for array in arrays)
+    return token_ids, logprobs, versions, (rollout.grade, response.finish_reason)
 
 
 def simulate(lengths: dict[SampleKey, int], num_steps: int) -> Iterator[list[int]]:
@@ -113,8 +107,8 @@ def once() -> Sampled:
     return step_through(1, num_open=80, slots=64)[0]
 
 
-def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
-    lengths = {key: len(sampled) for key, (*_, sampled, _) in once.items()}
+def check(steps: list[Sampled], once: Sampled) -> None:
+    lengths = {key: len(tokens) for key, (tokens, *_) in once.items()}
     assert [sorted({draw for draw, _ in step}) for step in steps] == list(simulate(lengths, len(steps)))
     first_ages = set()
     for version, step in enumerate(steps):
@@ -125,7 +119,7 @@ def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
             assert ages[-1] >= 0
             assert (np.diff(ages) <= 0).all(), "a token is older than the one before it"
             first_ages.add(int(ages[0]))
-    assert first_ages == {*range(max_age + 1)}, "each age up to `max_age`, none above"
+    assert first_ages == {*range(MAX_AGE + 1)}, "each age up to `max_age`, none above"
     done = [key for step in steps for key in step]
     assert len(done) == len(set(done)) == NUM_SAMPLES * (max(done)[0] + 1), "a sample is lost, or learned from twice"
 
@@ -136,32 +130,6 @@ def check(steps: list[Sampled], once: Sampled, max_age: int = MAX_AGE) -> None:
 def test_what_ends_is_decided_by_a_clock_of_tokens(sizes: dict[str, Any], drafts: bool, once: Sampled) -> None:
     """Whatever decodes: the groups of a simulation, and the tokens of one decode. So no distribution changes."""
     check(step_through(9, drafts=drafts, **sizes), once)
-
-
-@pytest.mark.parametrize(
-    ("slots", "drafts"),
-    [(16, True), pytest.param(5, False, marks=pytest.mark.slow), pytest.param(24, True, marks=pytest.mark.slow)],
-)
-def test_tools_take_no_time_and_are_not_called_twice_for_what_is_carried_over(slots: int, drafts: bool) -> None:
-    """Tools of random latency that remember all turns; whole samples are carried over, and turns cut by the clock."""
-    Ledger.num_steps.clear()
-    once, num_steps = step_through(1, has_tools=True, num_open=80, slots=64)[0], Counter(Ledger.num_steps)
-    assert {talk.stop_reason for *_, (talk, *_) in once.values()} >= {"done", "turns", "observation"}
-    Ledger.num_steps.clear()
-    num_calls: list[tuple[Any, int]] = []
-
-    def look(earlier: dict[SampleKey, Response]) -> None:
-        for prefix in earlier.values():
-            starts = [0, *(stop for _, stop in prefix.extensions)]
-            turns = [
-                tuple(prefix.token_ids[a:b].tolist()) for a, (b, _) in zip(starts, prefix.extensions, strict=False)
-            ]
-            num_calls.extend((told, Ledger.num_steps[told]) for told in accumulate((turn,) for turn in turns))
-
-    check(step_through(7, has_tools=True, drafts=drafts, slots=slots, on_carried=look), once, max_age=1)
-    only = [(told, num) for told, num in num_calls if num_steps[told] == 1]
-    assert len(only) > 10
-    assert all(Ledger.num_steps[told] == num for told, num in only), "a tool was called again"
 
 
 @FORKED
@@ -209,7 +177,7 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
         sampler = PartialSampler(context, task)
         sampler.num_draws, sampler.earlier = num_draws, earlier
-        with mock.patch("srtrl.features.partial.collect_rollouts", collect):
+        with mock.patch("srtrl.features.off_policy.collect_rollouts", collect):
             collected = sampler.collect(step, cast(Any, Counting()))
         learned += [group.draw_index for group in collected.groups]
         num_draws, earlier = sampler.num_draws, sampler.earlier

@@ -47,10 +47,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dapo": DAPO,
     "tools": {**TOOLS, "algorithm": RECOMPUTE},
     "dynamic tools": TOOLS | DYNAMIC,
+    "uneven": {**UNEVEN, "algorithm": RECOMPUTE},
+    "dynamic": UNEVEN | DYNAMIC,
     "partial": PARTIAL,
-    "partial with tools": PARTIAL | TOOLS,
     "spec_rl": SPEC_RL,
-    "spec_rl with tools": SPEC_RL | TOOLS,
     "lora": {"model__lora": {"rank": 4}},
     "head": HEAD,
 }
@@ -111,21 +111,22 @@ DEFAULT = {
     ("dapo", "every run-ahead"),
     ("dapo", "killed in the rollout"),
     ("tools", "every run-ahead"),
-    ("tools", "limit of partial"),
-    ("dynamic tools", "limit of spec_rl"),
+    ("dynamic tools", "killed in the update"),
+    ("uneven", "limit of partial"),
+    ("dynamic", "limit of spec_rl"),
     ("partial", "three slots"),
-    ("partial with tools", "killed in the checkpoint"),
+    ("partial", "killed in the checkpoint"),
     ("spec_rl", "few pages"),
-    ("spec_rl with tools", "two ranks"),
+    ("spec_rl", "two ranks"),
     ("lora", "killed in the update"),
     ("head", "no drafts"),
     ("ppo", "two sharded ranks"),
 }
 ALONE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LIMITS, ("tools", "dynamic tools")),
+    **dict.fromkeys(LIMITS, ("uneven", "dynamic")),
     **dict.fromkeys(OTHER_KILLS, ("grpo",)),
     "a draft head": tuple(RECIPES.keys() - {"head"}),
-    "two sharded ranks": tuple(RECIPES.keys() - {"lora"}),
+    "two sharded ranks": tuple(RECIPES.keys() - {"lora", "head"}),
 }
 """Disturbances of these recipes alone."""
 

@@ -178,26 +178,22 @@ class Engine:
     def interrupt(self, num_tokens: int) -> list[Completion]:
         """End the running samples that have sampled at least this many tokens, those of their prefix not counted.
 
-        Inside `rollout`, between two steps. Their tokens become drafts for the samples with the same RNG keys, those of
-        a first turn.
+        Inside `rollout`, between two steps. Their tokens become drafts for the samples with the same RNG keys.
 
         Returns:
             Their responses so far.
         """
-
-        def num_sampled(sample: Sample) -> int:
-            num_reused = sample.request.num_reused
-            num_extended = sum(stop - start for start, stop in sample.extensions if start >= num_reused)
-            return len(self.batch.generated(sample.slot)) - num_reused - num_extended
-
-        ended = [sample for sample in self.scheduler.running if num_sampled(sample) >= num_tokens]
+        ended = [
+            sample
+            for sample in self.scheduler.running
+            if len(self.batch.generated(sample.slot)) - sample.request.num_reused >= num_tokens
+        ]
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.scheduler.finish(sample)
         self._give_up(slots)
         for sample in ended:
-            if not sample.extensions:
-                self.drafter.learn_texts({key_of(sample.request): {sample.request.rng_key: sample.token_ids}})
+            self.drafter.learn_texts({key_of(sample.request): {sample.request.rng_key: sample.token_ids}})
         return [self._completion(sample) for sample in ended]
 
     @contextmanager

@@ -148,19 +148,14 @@ class EnvironmentBase:
         """Answer a turn. It may be a coroutine function."""
         raise NotImplementedError
 
-    def replay(self, turn: Turn, answer: Step) -> Coroutine[Any, Any, None] | None:
+    def replay(self, turn: Turn, answer: Step) -> object:
         """Take the state that `step(turn)` had left, whose answer is given, without doing its work again.
 
-        Nothing to do where an answer depends on its turn alone. `rollout.mode: partial` and `spec_rl` need it, for
-        samples that go on from turns of an earlier step; without it a resumed run calls `step` again. An answer with
-        the outcome `raised` is an error of `step`. It may be a coroutine function.
+        For the turns of a sample that a killed run had recorded; by default `step` is called again. Nothing to do where
+        an answer depends on its turn alone. An answer with the outcome `raised` is an error of `step`. It may be a
+        coroutine function.
         """
-        raise NotImplementedError
-
-    @classmethod
-    def can_replay(cls) -> bool:
-        """Whether the class has `replay`."""
-        return cls.replay is not EnvironmentBase.replay
+        return self.step(turn)
 
     def close(self) -> None:
         """Called when the sample has ended or is given up; also while a `step` past the time limit still runs."""

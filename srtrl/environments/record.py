@@ -8,9 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from srtrl.environments.base import Step
 from srtrl.types import Completion
 
@@ -50,12 +47,12 @@ class Record:
 
     def find(self, completion: Completion) -> Step | None:
         """The answer to the same turn after the same tokens."""
-        return self._known.get(digest_of(completion.response.token_ids, key_of(completion)))
+        return self._known.get(digest_of(completion))
 
     def write(self, completion: Completion, step: Step) -> None:
         """Write an answer."""
         if self._file is not None:
-            row = {"key": digest_of(completion.response.token_ids, key_of(completion)), "step": asdict(step)}
+            row = {"key": digest_of(completion), "step": asdict(step)}
             self._file.write(json.dumps(row | {"crc32": checksum(row)}).encode() + b"\n")
 
     def delete(self) -> None:
@@ -82,8 +79,6 @@ def key_of(completion: Completion) -> tuple[str, int, int]:
     return request.purpose, request.draw_index, request.sample_index
 
 
-def digest_of(token_ids: npt.NDArray[np.int32], key: tuple[str, int, int] | None = None) -> str:
+def digest_of(completion: Completion) -> str:
     """A hash of all tokens of a response up to a turn's end, and of the sample's key."""
-    digest = hashlib.sha256(repr(key).encode())
-    digest.update(token_ids.tobytes())
-    return digest.hexdigest()[:32]
+    return hashlib.sha256(repr(key_of(completion)).encode() + completion.response.token_ids.tobytes()).hexdigest()[:32]

@@ -24,9 +24,7 @@ class OpenSample:
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     unseen: list[tuple[Turn, Step]] = field(default_factory=list)
-    """Turns that were answered without the environment, from what it once answered: it sees them before the next."""
-    answers: dict[str, str] = field(default_factory=dict)
-    """See `Response`."""
+    """Turns that the record has answered: the environment sees them before the next."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import time
 import traceback
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -25,7 +24,7 @@ from srtrl import ranks
 from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
-from srtrl.environments.record import Record, digest_of, key_of
+from srtrl.environments.record import Record, key_of
 from srtrl.environments.samples import OpenSample, PendingTurn
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error, warn_once
@@ -158,16 +157,9 @@ class EnvironmentTurns(Turns):
             return
         turn = Turn(index=0, text=prompt.answer or "an answer", token_ids=(0,))
         sample = OpenSample(prompt)
-
-        def answer_and_replay() -> None:
-            environment, _ = self._begin(sample)
-            answer = self._step(environment, turn)
-            if self.environment_class.can_replay():
-                self._result_of(environment.replay(turn, answer))
-
         tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
         try:
-            self._call(tried, answer_and_replay)
+            self._call(tried, lambda: self._step(self._begin(sample)[0], turn))
         finally:
             self._close(sample)
 
@@ -199,57 +191,21 @@ class EnvironmentTurns(Turns):
         self._first_traceback = ""
 
     def submit_turn(self, completion: Completion, prompt: Prompt) -> None:
-        """A turn has ended: let its environment answer in the background, if it takes one to answer.
-
-        Of a sample that began with a prefix the turns before it come first, with the answers that they had.
-        """
-        key, request = key_of(completion), completion.request
+        """A turn has ended: let its environment answer in the background, if it takes one to answer."""
+        key = key_of(completion)
         if key not in self._samples:
             original, _ = self._starts.get((prompt.prompt_id, prompt.text), (prompt, prompt))
-            self._samples[key] = sample = OpenSample(original)
-            if request.prefix is not None:
-                sample.answers |= request.prefix.answers
-                for start, stop in request.prefix.extensions:
-                    response = replace(request.prefix.cut(start), finish_reason="stop")
-                    before = Completion(request=replace(request, prefix=None), response=response)
-                    pending = self._read(before, sample)
-                    assert pending.answer.done(), "a turn of the prefix has no answer"
-                    pending.needs_record = False
-                    if self._resolve(pending).extension != request.prefix.token_ids[start:stop].tolist():
-                        raise ValueError(
-                            f"rollout.environment.format: {self.section.format} writes an observation of a step before "
-                            "otherwise than it did then; resume with the format that the run had, or begin a new run"
-                        )
-        pending = self._read(completion, self._samples[key])
-        self._pending.append(pending)
-        if not pending.answer.done():
-            pending.answer = self._threads.submit(self._answer, pending)
-
-    def give_up(self, completion: Completion) -> Completion:
-        """A sample ends unfinished, in a turn; returns it with what was answered so far."""
-        sample = self._samples.pop(key_of(completion), None)
-        if sample is not None:
-            self._close(sample)
-            return with_answers(completion, sample.answers)
-        prefix = completion.request.prefix  # no turn has ended since
-        return completion if prefix is None else with_answers(completion, prefix.answers)
-
-    def _read(self, completion: Completion, sample: OpenSample) -> PendingTurn:
-        """The last turn, with its answer where that takes no call of the environment."""
-        turn, answer = self._read_turn(completion)
+            self._samples[key] = OpenSample(original)
+        sample, (turn, answer) = self._samples[key], self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
-        needs_record = False
+        if answer is None and (answer := self._record.find(completion)) is not None:
+            sample.unseen.append((turn, answer))
+        pending = PendingTurn(completion, sample, turn, needs_record=answer is None)
+        self._pending.append(pending)
         if answer is None:
-            answer = self._record.find(completion)
-            needs_record = answer is None
-            if answer is None and (text := sample.answers.get(digest_of(completion.response.token_ids))) is not None:
-                answer = Step(**json.loads(text))
-            if answer is not None:
-                sample.unseen.append((turn, answer))
-        pending = PendingTurn(completion, sample, turn, needs_record=needs_record)
-        if answer is not None:
+            pending.answer = self._threads.submit(self._answer, pending)
+        else:
             pending.answer.set_result(answer)
-        return pending
 
     def take_answers(self) -> list[Answer]:
         """The answers since the last call; a sample whose environment exceeds the time limit ends."""
@@ -320,12 +276,11 @@ class EnvironmentTurns(Turns):
         try:
             environment = self._begin(sample)[0] if sample.environment is None else sample.environment
             unseen, sample.unseen = sample.unseen, []
-            for turn, step in unseen:
-                if self.environment_class.can_replay():
-                    self._result_of(environment.replay(turn, step))
-                else:
-                    with Caught():  # an error is in the record as the answer
-                        self._step(environment, turn)
+            for turn, answer in unseen:
+                with Caught() as caught:
+                    self._result_of(environment.replay(turn, answer))
+                if caught.error is not None and "raised" not in answer.outcomes:
+                    raise caught.error
             return self._step(environment, pending.turn)
         finally:
             pending.seconds = time.monotonic() - started
@@ -347,7 +302,6 @@ class EnvironmentTurns(Turns):
         step = self._result(pending)
         if pending.needs_record:
             self._record.write(completion, step)
-        sample.answers[digest_of(completion.response.token_ids)] = json.dumps(asdict(step))
         is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
         sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
@@ -368,14 +322,14 @@ class EnvironmentTurns(Turns):
                     f"{self.section.format} puts nothing around it: the next turn needs at least one token before it"
                 )
             has_room = len(completion.response.token_ids) + len(extension) < completion.request.sampling.max_new_tokens
-            if not has_room or completion.request.is_whole:
+            if not has_room:
                 stop_reason = "observation"
             else:
                 sample.segments += [(kind, len(token_ids)) for kind, token_ids in segments if token_ids]
         if not stop_reason:
             return Answer(completion=completion, extension=extension)
         return Answer(
-            completion=with_answers(completion, sample.answers),
+            completion=completion,
             text=response_text(self.tokenizer, completion.response.token_ids, ()),
             conversation=self._end(completion, sample, stop_reason),
         )
@@ -448,8 +402,3 @@ class EnvironmentTurns(Turns):
         head = (limit - len(middle) + 1) // 2
         tail = limit - len(middle) - head
         return [*token_ids[:head], *middle, *token_ids[len(token_ids) - tail :]]
-
-
-def with_answers(completion: Completion, answers: Mapping[str, str]) -> Completion:
-    """A sample that has ended, with the answers to its turns."""
-    return replace(completion, response=replace(completion.response, answers=answers))

@@ -38,7 +38,7 @@ class DraftHead(nn.Module):
     """The head's own weights, and its views of the policy's: these are frozen, and follow each update."""
 
     def __init__(
-        self, policy: Transformer, dtype: torch.dtype, *, vocabulary: int, hidden: int | None, seed: int
+        self, policy: Transformer, dtype: torch.dtype, *, vocabulary: int, seed: int, hidden: int | None = None
     ) -> None:
         """A fresh head, which predicts what s(0) predicts at every depth.
 
@@ -46,8 +46,8 @@ class DraftHead(nn.Module):
             policy: Its weights are not read yet: `refresh` must follow.
             dtype: Of the policy's hidden states.
             vocabulary: Maximum number of listed tokens.
-            hidden: I; by default 8/3 of D.
             seed: Of the weights.
+            hidden: I; by default 8/3 of D.
         """
         super().__init__()
         width, generator = policy.config.hidden_size, torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def refresh(self, policy: Transformer) -> None:
-        """Make the list anew, and take over the policy's weights, which must be whole (not sharded)."""
+        """Make the list anew, and take over the policy's weights."""
         order = self.counts.argsort(descending=True, stable=True)  # of equals the first
         self.token_ids.copy_(order[: self.num_listed].sort().values)
         self.read(policy)

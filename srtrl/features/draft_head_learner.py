@@ -86,7 +86,7 @@ class DraftHeadLearner:
         rows = slice(0, min(len(hidden), MAX_TOKENS - num_kept) if packed.weight else 0)  # weight 0: another rank's
         if not rows.stop:
             return
-        self.head.read(self.policy)  # now, while it is whole: it may be sharded
+        self.head.read(self.policy)
         hidden = hidden.detach()[rows]
         parts = torch.split(hidden, chunk_tokens(self.head.num_listed))
         size = min(NUM_TARGETS, self.head.num_listed)

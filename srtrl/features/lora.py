@@ -43,7 +43,7 @@ class AdaptedMatrix:
 
 
 class LoraAdamW(MasterAdamW):
-    """Fused AdamW over A and B of the targeted matrices; after each step these are W0 + (alpha / rank) B A, rounded.
+    """Fused AdamW over A and B of all matrices of layers; after each step these are W0 + (alpha / rank) B A, rounded.
 
     Everything else in the model is frozen. A micro-batch's gradient of a matrix is projected as soon as `backward` has
     it, and freed; those of A and B add up in their type. One optimizer for a model, as for masters.
@@ -54,7 +54,7 @@ class LoraAdamW(MasterAdamW):
 
         Args:
             model: The base model; it must not be sharded.
-            section: Rank, alpha, targets, and where W0 is.
+            section: Rank, alpha, and where W0 is.
             base: Names the model, in the adapter of a checkpoint.
             seed: Of A, which is uniform as in PEFT, +-1 / sqrt(in). B is 0, so that the model does not change yet.
             options: Of `torch.optim.AdamW`; A and B both have the weight decay.
@@ -72,8 +72,7 @@ class LoraAdamW(MasterAdamW):
             for linear, modules in fused_projections(model.config, cast(Layer, layer), index):
                 parts = list(self._adapt(linear.weight, modules, generator))
                 self.matrices += parts
-                if parts:
-                    hooked.append((linear.weight.requires_grad_(), parts))
+                hooked.append((linear.weight.requires_grad_(), parts))
         named = [
             pair
             for one in self.matrices
@@ -143,7 +142,7 @@ class LoraAdamW(MasterAdamW):
             first = next((name for name in shapes | found if shapes.get(name) != found.get(name)), "")
             differs = f"; {first} is {shapes.get(first)} here and {found.get(first)} there" if first else ""
             raise ValueError(
-                f"model.lora: rank {mine.rank}, alpha {mine.alpha:g} and {len(shapes)} tensors of its targets; "
+                f"model.lora: rank {mine.rank}, alpha {mine.alpha:g} and {len(shapes)} tensors; "
                 f"the adapter at model.path has rank {adapter.rank}, alpha {adapter.alpha:g} and {len(found)}{differs}"
             )
         for name, tensor in mine.tensors.items():
@@ -154,12 +153,10 @@ class LoraAdamW(MasterAdamW):
         return True
 
     def _adapt(self, fused: Tensor, modules: dict[str, int], generator: torch.Generator) -> Iterator[AdaptedMatrix]:
-        """The targeted parts of a matrix of the model."""
+        """The parts of a matrix of the model."""
         start = 0
         for name, num_rows in modules.items():
             rows = slice(start, start := start + num_rows)
-            if self.section.targets != "all_linear" and name.rpartition(".")[2] not in self.section.targets:
-                continue
             weight = fused.detach()[rows]
             width = weight.shape[1]
             lora_a = torch.empty(self.section.rank, width)  # on the CPU: the same on any device
@@ -176,18 +173,14 @@ class LoraAdamW(MasterAdamW):
 
 
 def check_rank(section: LoraSection, config: ModelConfig) -> None:
-    """Raise ValueError if the rank is larger than a side of a targeted matrix, where it could add nothing."""
-    sides = {
-        name.rpartition(".")[2]: min(num_rows, linear.in_features)
+    """Raise ValueError if the rank is larger than a side of a matrix, where it could add nothing."""
+    limit = min(
+        min(num_rows, linear.in_features)
         for linear, modules in fused_projections(config, Layer(config, torch.bfloat16, torch.device("meta")), 0)
-        for name, num_rows in modules.items()
-    }
-    targets = sides.keys() if section.targets == "all_linear" else section.targets
-    if missing := [name for name in targets if name not in sides]:
-        raise ValueError(f"model.lora.targets: {missing[0]} is none of this model's matrices: {', '.join(sides)}")
-    limit = min(sides[name] for name in targets)
+        for num_rows in modules.values()
+    )
     if section.rank > limit:
-        reason = "the smallest side of the matrices of model.lora.targets"
+        reason = "the smallest side of the matrices of a layer"
         raise ValueError(f"model.lora.rank: expected at most {limit}, {reason}; found {section.rank}")
 
 

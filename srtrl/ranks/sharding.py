@@ -16,7 +16,6 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 
 _pools: WeakKeyDictionary[nn.Module, torch.cuda.MemPool] = WeakKeyDictionary()
@@ -101,20 +100,6 @@ def resharded(model: nn.Module) -> Iterator[None]:
     reshard(model)
     yield
     unshard(model, in_place=True)
-
-
-@torch.no_grad()
-def end_sharding(model: nn.Module, *, keep: bool) -> None:
-    """Make the parameters of a sharded model whole for good, as when training is over; all ranks call this.
-
-    They are on the CPU, in the type of the parts: of a bfloat16 model its master weights. Without `keep` a rank only
-    gives its parts to the others. Does nothing where the model is not sharded.
-    """
-    for module in model.modules() if is_sharded(model) else ():
-        for name, part in list(module.named_parameters(recurse=False)):
-            whole = cast("DTensor", part).full_tensor()
-            if keep:
-                setattr(module, name, nn.Parameter(whole.cpu()))
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -4,8 +4,10 @@ What only the functions that a recipe names can show (does this advantage need a
 """
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
+from srtrl.recipe.fields import fields_of
 from srtrl.recipe.rollout import MIN_TEMPERATURE
 from srtrl.recipe.schema import ArchitectureSection, Recipe
 
@@ -13,6 +15,23 @@ Conflict = tuple[str, str]
 """The dotted key of the value to change first, whose line is shown, and its problem."""
 Rule = tuple[str, Callable[[Recipe], object], str]
 """Dotted key, whether a recipe breaks the rule, and the message; `{...}` in it is a value of the recipe."""
+
+PAIRS: tuple[tuple[str, str, str], ...] = (
+    (
+        "rollout.mode",
+        "rollout.environment",
+        "an off-policy mode cannot go on from turns of an environment: expected on_policy, whose run-aheads fill the "
+        "waits for tools exactly, without another policy's tokens",
+    ),
+    ("train.sharding", "model.lora", "with model.lora each rank keeps whole weights: expected ddp"),
+    ("train.sharding", "rollout.draft_head", "a draft head learns from whole weights: expected ddp, or no draft head"),
+    (
+        "train.sharding",
+        "warm_start",
+        "a warm start has whole weights: expected ddp; or start from any Hugging Face checkpoint trained elsewhere",
+    ),
+)
+"""Options that cannot both differ from their default, and the message; the line of the first one is shown."""
 
 GROUP_ADVANTAGES = frozenset({"group_relative", "group_centered", "leave_one_out"})
 """Advantages that compare the samples of a group."""
@@ -30,7 +49,7 @@ def _is_divisible(whole: int, part: int | None) -> bool:
     return part is None or whole % part == 0
 
 
-def _is_off_policy(recipe: Recipe) -> bool:
+def _needs_ratio(recipe: Recipe) -> bool:
     """Whether a loss without a ratio would see a batch after the policy has changed."""
     return recipe.algorithm.loss == "policy_gradient" and recipe.policy_updates.steps_per_batch > 1
 
@@ -47,11 +66,6 @@ RULES: tuple[Rule, ...] = (
         lambda r: r.train.micro_batch_tokens < _longest(r),
         "expected at least {rollout.max_prompt_tokens} + {rollout.max_new_tokens}, for one sequence of "
         "rollout.max_prompt_tokens + rollout.max_new_tokens",
-    ),
-    (
-        "train.sharding",
-        lambda r: r.model.lora and r.train.sharding == "fsdp2",
-        "with model.lora each rank keeps whole weights: expected ddp",
     ),
     (
         "train.mini_batch_prompts",
@@ -107,12 +121,12 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.num_epochs",
-        lambda r: _is_off_policy(r) and r.train.num_epochs > 1,
+        lambda r: _needs_ratio(r) and r.train.num_epochs > 1,
         f"{NO_RATIO}: expected 1",
     ),
     (
         "train.mini_batch_prompts",
-        lambda r: _is_off_policy(r) and r.policy_updates.mini_batch_prompts < r.rollout.num_prompts,
+        lambda r: _needs_ratio(r) and r.policy_updates.mini_batch_prompts < r.rollout.num_prompts,
         f"{NO_RATIO}: expected rollout.num_prompts ({{rollout.num_prompts}}) or no such option",
     ),
     (
@@ -140,11 +154,16 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def _value(recipe: Recipe, key: str) -> Any:
+    return reduce(getattr, key.split("."), recipe)
+
+
 def find_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     """Every rule that `recipe` breaks: the key, and the message with the value that it has."""
+    defaults = fields_of(Recipe)
+    for key, other, message in PAIRS:
+        if all(_value(recipe, name) != defaults[name].default for name in (key, other)):
+            yield key, f"{message}, found {_value(recipe, key)}"
     for key, is_broken, message in RULES:
         if is_broken(recipe):
-            value: Any = recipe
-            for name in key.split("."):
-                value = getattr(value, name)
-            yield key, f"{message.format(**dict(recipe))}, found {value}"
+            yield key, f"{message.format(**dict(recipe))}, found {_value(recipe, key)}"

@@ -35,8 +35,12 @@ MIN_LIKENESS = 0.75
 """Of an unknown key and the known one that a message suggests."""
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
 """Sections whose keys are suggested last: the same name is the policy's in another section."""
-ABSENT = {"critic.lora": "a critic always learns all its weights; model.lora is the policy's"}
-"""Keys that are not there on purpose."""
+ABSENT = {
+    "critic.lora": "a critic always learns all its weights; model.lora is the policy's",
+    "model.lora.targets": "is no option any more: LoRA learns all matrices of a layer; remove it",
+    "rollout.draft_head.hidden": "is no option any more: the width is 8/3 of the policy's; remove it",
+}
+"""Keys that are not there on purpose, or were once."""
 HINTS = {"rollout.temperature": "; greedy samples are those of evaluations, eval.temperature=0"}
 """Further words where a value is out of its range."""
 

@@ -78,8 +78,6 @@ class DraftHeadSection(Section):
     """Tokens that it guesses in a row."""
     vocabulary: int = Field(default=16384, ge=2)
     """Maximum number of tokens that it can guess: those that are most frequent in prompts and responses."""
-    hidden: int | None = Field(default=None, ge=1)
-    """Width of its MLP; by default 8/3 of the policy's width."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of its own AdamW."""
 

@@ -27,19 +27,13 @@ Schedule = Literal["constant", "linear", "cosine"]
 """A learning rate after its warm-up."""
 
 
-_FusedTarget = Literal["qkv_proj", "gate_up_proj", "input_linear", "output_linear"]  # of Phi, GLM and Granite 4
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"] | _FusedTarget
-
-
 class LoraSection(Section):
-    """LoRA: the policy learns two narrow matrices A and B for each target instead of its weights (docs/lora.md)."""
+    """LoRA: the policy learns two narrow matrices A and B for each matrix of a layer, and no weights (docs/lora.md)."""
 
     rank: int = Field(default=32, ge=1)
     """Rows of A and columns of B."""
     alpha: float = Field(default=32, gt=0)
-    """A target's weights are W0 + (alpha / rank) B A."""
-    targets: Literal["all_linear"] | Annotated[list[LoraTarget], Field(min_length=1)] = "all_linear"
-    """The matrices: all of a layer, or some by their names in PEFT. All else is frozen."""
+    """A matrix is W0 + (alpha / rank) B A."""
     base: Literal["device", "host"] = "device"
     """Place of the weights W0. `host` leaves the GPU the memory of another policy, and copies W0 there in each step."""
 

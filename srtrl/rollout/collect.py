@@ -224,7 +224,7 @@ class Collector:
             if answer.extension:
                 engine.extend(answer.completion, answer.extension)
                 continue
-            if request.has_turns and not request.is_whole:  # else the engine has it no longer
+            if request.has_turns:  # else the engine has it no longer
                 engine.end(answer.completion)
             self._grade(answer)
 

@@ -87,10 +87,6 @@ class Turns:
         """The answers that are still to come."""
         return []
 
-    def give_up(self, completion: Completion) -> Completion:
-        """A sample ends unfinished, in a turn; returns it with what was answered so far."""
-        return completion
-
     def tokenise_solution(self, text: str) -> Segments:
         """The segments of a worked solution, without an end token, as in a rollout whose policy sampled them."""
         return [("model", self.tokenizer.encode(text, add_special_tokens=False))]

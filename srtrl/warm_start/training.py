@@ -24,7 +24,6 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model
-from srtrl.ranks.sharding import end_sharding
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy
@@ -98,7 +97,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
     """All optimizer steps, after which the first rank saves the policy.
 
     Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
-    weights to the last bit. A sharded model is whole then, on rank 0.
+    weights to the last bit.
 
     Returns:
         The loss of each step, what `RECORD` says of them, and whether the policy is to be evaluated.
@@ -110,7 +109,6 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
         has_eval, _ = training_evals(task, recipe)  # raises where there are no problems for it
         model = _model(recipe, section, tokenizer, build.choose_device(recipe))
         end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
-        build.shard_model(model, recipe)
     losses: list[float] = []
     optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
     learner = SupervisedLearner(model, optimizer, update_plan(section))
@@ -127,7 +125,6 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
             text = "loss {loss:.4f}  grad norm {grad_norm:.2f}  learning rate {learning_rate:.2e}"
             progress.step(step, text.format_map(metrics))
     optimizer.hand_over_masters()
-    end_sharding(model, keep=ranks.is_main())
 
     def save() -> None:
         output = Path(section.output)
