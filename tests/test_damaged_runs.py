@@ -215,10 +215,11 @@ def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: C
 
 @pytest.mark.parametrize("name", ["draft_trust.json", "rollouts_train.safetensors"])
 def test_drafts_that_cannot_be_read_begin_anew(name: str, run: Path, finished: Callable[[], Path]) -> None:
-    """A file that was written so, with its checksum in the manifest: no token depends on it."""
+    """Files of another version, with their checksums in the manifest: no token depends on them."""
     folder = run / "checkpoints" / "step_000002"
     file, manifest = folder / name, folder / "manifest.json"
-    file.write_bytes(file.read_bytes().replace(b"0.0", b"-1e-16", 1).replace(b"rollout_counts", b"rollout_number"))
+    another = file.read_bytes().replace(b"rollout cache 1", b"rollout cache 0")
+    file.write_bytes(b'{"train": [[1, 2]]}' if name == "draft_trust.json" else another)
     record = json.loads(manifest.read_bytes())
     record["files"][name] = checkpoint._entry(file)
     manifest.write_text(json.dumps(record))

@@ -119,7 +119,7 @@ def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:
     assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
     assert trees[0].scores.tolist() == trees[1].scores.tolist()
     (tmp_path / TRUST_FILE).write_text('{"train": [[1, 2]]}')
-    with pytest.raises(ValueError, match=rf"draft_trust.json: damaged, .* expected {NUM_CELLS} rows"):
+    with pytest.raises(ValueError, match=rf"draft_trust.json: .* expected {NUM_CELLS} rows"):
         Drafter().load(tmp_path)
 
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.distributions import NUM_TOP
+from srtrl.drafters.shared_ngrams import WAYS
+from srtrl.drafters.texts import MAX_PLACES
 from srtrl.drafters.trust import POWER, Trust
 from srtrl.model.kernels import inlined, makes_arrays
 from srtrl.model.noise import uniform_of
@@ -13,8 +16,8 @@ from srtrl.model.noise import uniform_of
 Int32Array = npt.NDArray[np.int32]
 Float64Array = npt.NDArray[np.float64]
 
-MAX_CHILDREN = 64
-"""Children of a node that are considered."""
+MAX_CHILDREN = MAX_PLACES + NUM_TOP + 2 * WAYS
+"""Of a node: tokens of its places, of a distribution, and of two contexts of other prompts."""
 NOT_YET = np.inf
 MAX_CONTEXTS = 7
 """Contexts that give them: a distribution, those of a rule, and two of other prompts."""
@@ -35,10 +38,7 @@ class Children(NamedTuple):
 
     token_ids: Int32Array
     counts: Int32Array
-    """Occurrences in the last context."""
-    states: Int32Array
-    """State and match of the context that ends with the token; the state is `NONE` where it was not looked for."""
-    matches: Int32Array
+    """Occurrences in all contexts so far."""
     logprobs: Float64Array
     """Of those of a distribution."""
     noise: Float64Array
@@ -56,9 +56,9 @@ class Children(NamedTuple):
 @makes_arrays
 def make_children() -> Children:
     """No child yet."""
-    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
-    token_ids, counts, states, matches, cells, ends = numbers
-    return Children(token_ids, counts, states, matches, floats[0], floats[1], floats[2], floats[3:], cells, ends)
+    numbers, floats = np.empty((4, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
+    token_ids, counts, cells, ends = numbers
+    return Children(token_ids, counts, floats[0], floats[1], floats[2], floats[3:], cells, ends)
 
 
 @inlined
@@ -77,10 +77,10 @@ def log_exponential(row: Row, token: int) -> float:
 
 
 @inlined
-def add_child(children: Children, num: int, token: int, state: int, match: int) -> None:
+def add_child(children: Children, num: int, token: int) -> None:
     """Write a child without weight."""
     children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
-    children.states[num], children.matches[num], children.noise[num] = state, match, NOT_YET
+    children.noise[num] = NOT_YET
 
 
 @inlined

@@ -14,14 +14,14 @@ class Frontier(NamedTuple):
     """The best of what may become the next node, the best one last: as many as there is room for nodes."""
 
     numbers: Int32Array
-    """[room, 4]: token id, parent, state and match."""
+    """[room, 2]: token id and parent."""
     scores: npt.NDArray[np.float64]
 
 
 @makes_arrays
 def make_frontier(room: int) -> Frontier:
     """No candidate yet."""
-    return Frontier(np.empty((room, 4), np.int32), np.empty(room))
+    return Frontier(np.empty((room, 2), np.int32), np.empty(room))
 
 
 @inlined
@@ -36,12 +36,11 @@ def _is_before(frontier: Frontier, i: int, score: float, token: int, parent: int
 @inlined
 def _move_candidate(frontier: Frontier, source: int, target: int) -> None:
     frontier.scores[target] = frontier.scores[source]
-    for field in range(4):
-        frontier.numbers[target, field] = frontier.numbers[source, field]
+    frontier.numbers[target, 0], frontier.numbers[target, 1] = frontier.numbers[source, 0], frontier.numbers[source, 1]
 
 
 @inner
-def put_candidate(frontier: Frontier, num: int, score: float, token: int, parent: int, state: int, match: int) -> int:
+def put_candidate(frontier: Frontier, num: int, score: float, token: int, parent: int) -> int:
     """Put an entry among `num` others, of which the last in order makes room; returns their number."""
     if num == len(frontier.scores):
         if _is_before(frontier, 0, score, token, parent):
@@ -54,6 +53,5 @@ def put_candidate(frontier: Frontier, num: int, score: float, token: int, parent
         _move_candidate(frontier, place - 1, place)
         place -= 1
     frontier.scores[place] = score
-    numbers = frontier.numbers
-    numbers[place, 0], numbers[place, 1], numbers[place, 2], numbers[place, 3] = token, parent, state, match
+    frontier.numbers[place, 0], frontier.numbers[place, 1] = token, parent
     return num + 1

@@ -1,18 +1,20 @@
 """Prompt look-up: the tokens after the latest earlier occurrence of the sequence's last few tokens in its own text.
 
-As in A. Saxena, "Prompt Lookup Decoding" (2023), but the latest occurrence counts, and the response is searched too.
+As in A. Saxena, "Prompt Lookup Decoding" (2023), but the latest occurrence counts, and the response is
+searched too, among the newest places of `srtrl.drafters.texts`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTree, DraftTrees
+from srtrl.drafters.texts import START_TOKEN, TextStore
 from srtrl.recipe.schema import Section
-from srtrl.types import Completion, Request
+from srtrl.types import Request
 
 
 class NgramOptions(Section):
@@ -45,16 +47,14 @@ class Drafter(DrafterBase):
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
-        self._texts: dict[int, list[int]] = {}
-        """Of each live slot: prompt and response."""
-        self._positions: dict[int, dict[tuple[int, ...], int]] = {}
-        """Of each live slot: the position after the latest occurrence of each n-gram that a token followed."""
+        self._store = TextStore()
+        self._num_texts = 0
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Index the prompts."""
-        for slot, request in zip(slots.tolist(), requests, strict=True):
-            self._texts[slot], self._positions[slot] = [], {}
-            self._append(slot, request.prompt_token_ids)
+        """Begin texts of their own with the prompts."""
+        self._store.start(slots, list(range(self._num_texts, self._num_texts + len(slots))))
+        self._num_texts += len(slots)
+        self._store.extend(slots, *end_to_end([[START_TOKEN, *request.prompt_token_ids] for request in requests]))
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Return a chain for each slot whose ending has occurred before."""
@@ -65,33 +65,25 @@ class Drafter(DrafterBase):
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Append the committed tokens."""
-        for row, slot in enumerate(slots.tolist()):
-            self._append(slot, token_ids[offsets[row] : offsets[row + 1]].tolist())
+        self._store.extend(slots, token_ids, offsets)
 
-    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Forget the samples."""
-        for slot in slots:
-            del self._texts[slot], self._positions[slot]
-
-    def _append(self, slot: int, token_ids: Iterable[int]) -> None:
-        text, positions = self._texts[slot], self._positions[slot]
-        for token in token_ids:
-            for n in range(self.options.min_ngram, min(self.options.max_ngram, len(text)) + 1):
-                positions[tuple(text[-n:])] = len(text)
-            text.append(token)
+    def end_step(self) -> None:
+        """Forget all texts."""
+        self._store.clear()
 
     def _chain(self, slot: int, max_tokens: int) -> DraftTree:
         """The tokens after the latest occurrence of the longest ending that has occurred before; else an empty tree."""
-        text, positions = self._texts[slot], self._positions[slot]
-        lengths = range(min(self.options.max_ngram, len(text)), self.options.min_ngram - 1, -1)
-        n = next((n for n in lengths if tuple(text[-n:]) in positions), None)
-        if n is None:
+        places, matches = self._store.find(slot)
+        matches = matches.clip(max=self.options.max_ngram)
+        n = int(matches.max(initial=0))
+        if n < self.options.min_ngram:
             return EMPTY_TREE
-        position = positions[tuple(text[-n:])]
-        tokens = text[position : position + max_tokens]
+        positions = self._store.positions(slot)
+        first = int(np.searchsorted(positions, places[matches == n].max()))
+        tokens = self._store.arrays.tokens[positions[first : first + max_tokens]]
         acceptance = self.options.acceptance / (1 + (self.options.max_ngram - n) / 4)
         return DraftTree(
-            token_ids=np.array(tokens, np.int32),
+            token_ids=tokens,
             parents=np.arange(-1, len(tokens) - 1, dtype=np.int32),
             scores=(acceptance ** np.arange(1, len(tokens) + 1)).astype(np.float32),
         )

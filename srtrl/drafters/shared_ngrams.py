@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
-from srtrl.drafters.suffix_automaton import BEFORE_LAST, LAST, NONE, START_TOKEN, Cursors, Int32Array, Int64Array
+from srtrl.drafters.texts import NONE, START_TOKEN, Int32Array, Int64Array
 from srtrl.model.kernels import inlined, inner
 
 Table = npt.NDArray[np.int32]
@@ -75,14 +75,14 @@ def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def learn_distributions(
-    table: Table, cursors: Cursors, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, known: Int32Array
+    table: Table, last_two: Int32Array, token_ids: Int32Array, offsets: Int64Array, known: Int32Array
 ) -> None:
-    """Learn what was likely in place of tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
+    """Learn what was likely in place of tokens: those of row b follow the two tokens `last_two[b]`, [B, 2].
 
     `known`: distributions, [tokens, SIZE], some of them unknown.
     """
-    for b in range(len(slots)):
-        before_last, last = int(cursors.rows[slots[b], BEFORE_LAST]), int(cursors.rows[slots[b], LAST])
+    for b in range(len(last_two)):
+        before_last, last = int(last_two[b, 0]), int(last_two[b, 1])
         for i in range(offsets[b], offsets[b + 1]):
             if known[i, 0] != UNKNOWN:
                 for length in (2, 1):

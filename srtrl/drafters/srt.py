@@ -13,9 +13,8 @@ from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pac
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
-from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
-from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, Basis, Noise, draft_trees, learn_rows
+from srtrl.drafters.texts import START_TOKEN, TextStore
+from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request, TopTokens, num_equal
@@ -35,8 +34,8 @@ class SrtOptions(Section):
     """Maximum memory of kept rollouts (training and evaluation have a cache each).
 
     When it is full, what the policy took to be likely is dropped first, then prompts lose their oldest rollouts before
-    a whole prompt is dropped. It also bounds the memory of the tries: above it, tries that no sample drafts from are
-    freed.
+    a whole prompt is dropped. It also bounds the memory of the tries: above it, only those of prompts that decode now
+    are kept.
     """
     other_prompts: bool = True
     """Where the prompt's own texts have no continuation, guess what followed the last two tokens in completed rollouts
@@ -44,23 +43,29 @@ class SrtOptions(Section):
 
 
 class Drafter(DrafterBase):
-    """See `srtrl.drafters.base.DrafterBase`. A trie is built when its prompt's first sample starts."""
+    """See `srtrl.drafters.base.DrafterBase`. A prompt's history is inserted when its first sample of a step starts."""
 
     Options = SrtOptions
     options: SrtOptions
     uses_texts = True
     num_top = NUM_TOP
     inserts = True
-    """Whether running samples enter their tokens into the tries."""
+    """Whether drafts find the tokens of running samples."""
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
         self._max_bytes = int(self.options.cache_memory_gib * 2**30)
-        self.cursors = TrieCursors()
+        self.store = TextStore()
+        self._kept_bytes = 0
+        """Memory of the store after it was last made smaller."""
         self.caches: dict[str, RolloutCache] = {}
         """Completed rollouts, for each purpose: evaluation never learns from training."""
-        self._tries: dict[PromptKey, TokenTrie] = {}
-        """The least recently started from first."""
+        self._prompts: dict[PromptKey, int] = {}
+        """Numbers of the prompts whose texts are in the store."""
+        self._live: dict[int, Request] = {}
+        """By slot."""
+        self._known: dict[int, dict[int, Int32Array]] = {}
+        """Distributions of the samples that have left their slots in this step: by RNG key and `text_start`."""
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
         """Of samples to come, learned in the last step and in this one: of each prompt, by RNG key."""
         self._num_repeated = 0
@@ -85,30 +90,11 @@ class Drafter(DrafterBase):
         return self.caches[purpose]
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it."""
-        start = Rollout(np.array([START_TOKEN], np.int32), unknown(1))
-        tries, texts, distributions = [], [], [NO_DISTRIBUTIONS]
-        for request in requests:
-            key = key_of(request)
-            self._purpose = request.purpose
-            rollouts = self.cache(request.purpose).rollouts(request.prompt_token_ids)
-            trie, parts = self._tries.pop(key, None), [start]
-            if trie is None:
-                early = [one for by_key in self._texts for one in by_key.get(key, {}).values()]
-                history = rollouts + [Rollout(text, NO_DISTRIBUTIONS) for text in early]  # the most useful last
-                trie = TokenTrie(
-                    expected_tokens=sum(len(one.tokens) for one in history),
-                    expected_distributions=sum(len(one.distributions) for one in history),
-                )
-                parts = [part for one in history for part in (start, one)] + [start]
-            self._tries[key] = trie
-            tries.append(trie)
-            texts.append(np.concatenate([part.tokens for part in parts]))
-            distributions += [one if len(one) else unknown(len(tokens)) for tokens, one in parts]
-        self.cursors.start(slots, tries, inserts=True)
-        self.cursors.extend(slots, *end_to_end(texts), np.concatenate(distributions))
-        self.cursors.arrays.rows[slots, INSERTS] = self.inserts
-        more = len(self.cursors.tries) - len(self._noise.rng_keys)
+        """Begin the samples' texts."""
+        self._live |= zip(slots.tolist(), requests, strict=True)
+        self._purpose = requests[0].purpose if requests else self._purpose
+        self._begin_texts(slots, requests)
+        more = len(self.store.arrays.slots) - len(self._noise.rng_keys)
         if more > 0:
             keys, positions, is_known = self._noise
             self._noise = Noise(np.pad(keys, (0, more)), np.pad(positions, (0, more)), np.pad(is_known, (0, more)))
@@ -117,16 +103,46 @@ class Drafter(DrafterBase):
         self._noise.positions[slots] = [request.text_start for request in requests]
         self._noise.is_known[slots] = [self.knows_noise and request.sampling.temperature > 0 for request in requests]
         self._is_drafted[slots] = False
-        self._free_idle(self._max_bytes)
+        if self.store.num_bytes > max(self._max_bytes, 2 * self._kept_bytes):
+            self._keep_live()
+
+    def _begin_texts(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        """Begin texts of some slots; before a prompt's first one its history is inserted, the most useful last."""
+        start = Rollout(np.array([START_TOKEN], np.int32), unknown(1))
+        texts, distributions, numbers = [], [NO_DISTRIBUTIONS], []
+        for request in requests:
+            key, history = key_of(request), list[Rollout]()
+            if key not in self._prompts:
+                self._prompts[key] = len(self._prompts)
+                early = [one for by_key in self._texts for one in by_key.get(key, {}).values()]
+                history = self.cache(request.purpose).rollouts(request.prompt_token_ids)
+                history += [Rollout(text, NO_DISTRIBUTIONS) for text in early]
+            numbers.append(self._prompts[key])
+            parts = [*(part for one in history for part in (start, one)), start]
+            texts.append(np.concatenate([part.tokens for part in parts]))
+            distributions += [one if len(one) else unknown(len(tokens)) for tokens, one in parts]
+        self.store.start(slots, numbers)
+        self.store.extend(slots, *end_to_end(texts), np.concatenate(distributions))
+
+    def _keep_live(self) -> None:
+        """Forget the texts of prompts that no sample uses: those of the others are inserted anew."""
+        slots, texts = np.array(list(self._live)), self.store.arrays
+        positions = [self.store.positions(slot)[1:] for slot in self._live]
+        tokens, known = end_to_end([texts.tokens[one] for one in positions]), texts.known[np.concatenate(positions)]
+        self.store.clear()
+        self._prompts = {}
+        self._begin_texts(slots, list(self._live.values()))
+        self.store.extend(slots, *tokens, known, links=self.inserts)
+        self._kept_bytes = self.store.num_bytes
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
-        """Draft from the tries of the slots' prompts."""
+        """Draft from the texts of the slots' prompts."""
         min_score = max(self.options.min_score, min_score)
         self._is_drafted[slots] = True
-        return draft_trees(self.cursors.arrays, slots, max_nodes, self._basis(), min_score)
+        return draft_trees(self.store.arrays, slots, max_nodes, self._basis(), min_score)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Learn from what followed the drafts, and insert (or follow) the committed tokens."""
+        """Learn from what followed the drafts, and insert the committed tokens."""
         self._learn_trust(slots, token_ids, offsets)
         self._insert(slots, token_ids, offsets, NO_DISTRIBUTIONS)
 
@@ -137,9 +153,8 @@ class Drafter(DrafterBase):
         distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
         if self.options.other_prompts:
             self.learn_deferred()
-            before = self.cursors.arrays._replace(rows=self.cursors.arrays.rows[slots])  # a copy
-            observed = (np.arange(len(slots)), token_ids, offsets, distributions)
-            self._deferred = partial(learn_distributions, self._table(self._purpose), before, *observed)
+            observed = (self.store.last_two(slots), token_ids, offsets, distributions)
+            self._deferred = partial(learn_distributions, self._table(self._purpose), *observed)
             self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
         self._insert(slots, token_ids, offsets, distributions)
 
@@ -153,21 +168,28 @@ class Drafter(DrafterBase):
         if self._purpose not in self._trust:
             self._trust[self._purpose] = make_trust()
         table = self._ngrams.get(self._purpose, NO_TABLE)
-        return Basis(BLEND, table, self._trust[self._purpose], self._noise)
+        return Basis(table, self._trust[self._purpose], self._noise)
 
     def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         teaches = self._is_drafted[slots] & self._noise.is_known[slots]
         if teaches.any():
-            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, self._basis())
+            learn_rows(self.store.arrays, slots, teaches, token_ids, offsets, self._basis())
         self._is_drafted[slots] = False
 
     def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, distributions: Int32Array) -> None:
-        self.cursors.extend(slots, token_ids, offsets, distributions)
+        self.store.extend(slots, token_ids, offsets, distributions, links=self.inserts)
         self._noise.positions[slots] += offsets[1:] - offsets[:-1]
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Keep completed rollouts."""
-        self.cursors.stop(slots)
+        """Keep completed rollouts, and what is known of the turns of others; a preempted sample's is known already."""
+        for slot in slots:
+            request = self._live.pop(slot)
+            known = self.store.arrays.known[self.store.positions(slot)[1:]]
+            of_turns = self._known.setdefault(request.rng_key, {})
+            before = of_turns.get(request.text_start, NO_DISTRIBUTIONS)[: len(known)]
+            is_new = known[: len(before), 0] == UNKNOWN
+            known[: len(before)][is_new] = before[is_new]
+            of_turns[request.text_start] = known
         self.learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
@@ -182,11 +204,17 @@ class Drafter(DrafterBase):
                 early = by_key.get(key_of(request), {}).pop(request.rng_key, NO_TEXT)
                 self._num_repeated += max(0, num_equal(early, text) - request.num_reused)
             text = np.insert(text, starts, START_TOKEN) if starts else text
-            trie = self._tries.get(key_of(request))
-            distributions = NO_DISTRIBUTIONS if trie is None else trie.distributions(text)
-            self.cache(request.purpose).add(request.prompt_token_ids, text, distributions)
+            self.cache(request.purpose).add(request.prompt_token_ids, text, self._distributions(request.rng_key, text))
             if request.rng_key not in self._taught:
                 self._learn_ngrams(request.purpose, text)
+
+    def _distributions(self, rng_key: int, text: Int32Array) -> Int32Array:
+        """What each token of a sample's text was drawn from, as far as it is known: [tokens, SIZE], or [0, SIZE]."""
+        found = unknown(len(text))
+        for turn, (start, known) in enumerate(sorted(self._known.pop(rng_key, {}).items())):
+            of_turn = found[start + turn :][: len(known)]
+            of_turn[:] = known[: len(of_turn)]
+        return found if (found[:, 0] != UNKNOWN).any() else NO_DISTRIBUTIONS
 
     def learn_texts(self, texts: TextsByKey) -> None:
         """Keep them for the tries that are built in this step and the next; of two texts of a sample the longer one."""
@@ -203,8 +231,9 @@ class Drafter(DrafterBase):
         return self.cache(request.purpose).mean_tokens(request.prompt_token_ids)
 
     def end_step(self) -> None:
-        """Free the tries that no sample uses: they are built again, from the newest rollouts."""
-        self._free_idle(0)
+        """Forget all texts: they are inserted again, from the newest rollouts. No sample is live."""
+        self.store.clear()
+        self._prompts, self._known, self._kept_bytes = {}, {}, 0
         self._texts = [self._texts[1], {}]
         self._taught = set()
 
@@ -215,7 +244,7 @@ class Drafter(DrafterBase):
             f"engine/cache_{name}": sum(getattr(cache, f"num_{name}") for cache in caches)
             for name in ("tokens", "bytes")
         }
-        metrics["engine/cache_bytes"] += self.num_trie_bytes + sum(table.nbytes for table in self._ngrams.values())
+        metrics["engine/cache_bytes"] += self.store.num_bytes + sum(table.nbytes for table in self._ngrams.values())
         metrics["engine/text_tokens_repeated"], self._num_repeated = self._num_repeated, 0
         return metrics
 
@@ -227,8 +256,9 @@ class Drafter(DrafterBase):
 
     def load(self, folder: Path) -> None:
         """Read the completed rollouts, and what was learned; raises ValueError naming a damaged file."""
-        assert not any(self.cursors.tries), "no sample may be live"
-        self._tries, self.caches, self._ngrams = {}, {}, {}
+        assert not self._live, "no sample may be live"
+        self.store.clear()
+        self._prompts, self.caches, self._ngrams = {}, {}, {}
         self._trust = load_trust(folder / TRUST_FILE)
         for path in sorted(folder.glob("rollouts_*.safetensors")):
             purpose = path.stem.removeprefix("rollouts_")
@@ -238,11 +268,6 @@ class Drafter(DrafterBase):
                 for rollout in cache.rollouts(prompt):
                     self._learn_ngrams(purpose, rollout.tokens)
 
-    @property
-    def num_trie_bytes(self) -> int:
-        """Memory of all tries."""
-        return sum(trie.num_bytes for trie in self._tries.values())
-
     def _learn_ngrams(self, purpose: str, text: npt.NDArray[np.int32]) -> None:
         if self.options.other_prompts:
             learn_ngrams(self._table(purpose), text)
@@ -251,14 +276,3 @@ class Drafter(DrafterBase):
         if purpose not in self._ngrams:
             self._ngrams[purpose] = make_table()
         return self._ngrams[purpose]
-
-    def _free_idle(self, max_bytes: int) -> None:
-        """Free tries that no sample uses, the longest idle first, until the others take no more than `max_bytes`."""
-        num_bytes = self.num_trie_bytes
-        if num_bytes <= max_bytes:
-            return
-        live = set(self.cursors.tries)
-        for key, trie in list(self._tries.items()):
-            if trie not in live and num_bytes > max_bytes:
-                num_bytes -= trie.num_bytes
-                del self._tries[key]

@@ -1,28 +1,28 @@
-"""SuffixDecoding: a trie of all responses and one of each sample's own text; the best of many guesses is drafted.
+"""SuffixDecoding: texts of all responses and each sample's own text; the best of many guesses is drafted.
 
-After G. Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications": a global tree
-of earlier responses, a tree of the request's prompt and output. Each suffix of what matches in either gives a draft
-whose scores are shares of the occurrences; the draft with the largest sum of scores is taken. Here both trees are
-suffix automata, which match at any depth. It is a baseline for `srt`, and takes milliseconds of Python.
+After G. Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications": each suffix of
+the sample's text that has occurred, in the responses of any prompt or in its own prompt and text, gives a draft whose
+scores are shares of the occurrences; the draft with the largest sum of scores is taken. Here an occurrence is one of
+the newest places of `srtrl.drafters.texts`. It is a baseline for `srt`, and takes milliseconds of Python.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
-from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.suffix_automaton import LENGTH, LINK, MATCH, ROOT, START_TOKEN, STATE, locate
-from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import Basis, Rule, draft_trees
+from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
+from srtrl.drafters.rollout_cache import RolloutCache
+from srtrl.drafters.texts import MAX_MATCH, START_TOKEN, TextStore
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
-SUFFIX = Rule(max_contexts=1, distinct_weight=0.0, match_weight=0.0)
-"""The shares of the occurrences of the longest context alone."""
-MAX_TREE, MAX_MATCH, NODES_PER_MATCH = 48, 64, 4
-"""Largest draft, longest suffix that is considered, and nodes of a draft for each token of its suffix."""
+MAX_TREE, NODES_PER_MATCH = 48, 4
+"""Largest draft, and nodes of a draft for each token of its suffix."""
+MAX_ROLLOUTS, MAX_BYTES = 1024, 1 << 28
+"""Responses of a prompt, and bytes of all of them, that are kept; the newest stay."""
 
 
 class SuffixOptions(Section):
@@ -33,79 +33,100 @@ class SuffixOptions(Section):
 
 
 class Drafter(DrafterBase):
-    """See `srtrl.drafters.base.DrafterBase`."""
+    """See `srtrl.drafters.base.DrafterBase`. A slot has two texts: its response, and with the prompt before it."""
 
     Options = SuffixOptions
     options: SuffixOptions
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
-        self._responses: dict[str, TokenTrie] = {}
-        """The global trie, for each purpose."""
-        self._shared = TrieCursors()
-        """In the global trie."""
-        self._own = TrieCursors()
-        """In a trie of each sample's prompt and response."""
+        self._caches: dict[str, RolloutCache] = {}
+        """Responses, for each purpose."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._store = TextStore()
+        self._numbers: dict[str, int] = {}
+        """Of the purposes whose responses are in the store."""
+        self._num_texts = 0
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Give each sample a cursor in the global trie, and a trie of its own, with its prompt."""
-        self._shared.start(slots, [self._trie_of(request) for request in requests], inserts=False)
-        self._shared.extend(slots, *end_to_end([(START_TOKEN,)] * len(slots)))
-        self._own.start(slots, [TokenTrie() for _ in requests], inserts=True)
-        self._own.extend(slots, *end_to_end([(START_TOKEN, *request.prompt_token_ids) for request in requests]))
+        """Begin both texts of each sample; before a purpose's first one all of its responses are inserted."""
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            self._insert(2 * slot + 1, self._number_of(request.purpose), [])
+            self._num_texts += 1
+            self._insert(2 * slot + 2, self._num_texts, request.prompt_token_ids)
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
-        """Draft after each suffix of both matches, and take for each slot the draft with the largest sum of scores."""
-        drafts = [
-            (row, room, cursor, trie)
-            for row, (slot, limit) in enumerate(zip(slots.tolist(), max_nodes.tolist(), strict=True))
-            for room, cursor, trie in self._candidates(slot, limit)
-        ]
-        if not drafts:
-            return DraftTrees.empty(0)
-        rows, rooms, cursors, tries = zip(*drafts, strict=True)
-        candidates = TrieCursors()
-        candidates.start(np.arange(len(drafts)), tries, inserts=False)
-        candidates.arrays.rows[:] = cursors
-        which, basis = np.arange(len(drafts)), Basis(SUFFIX)
-        trees = draft_trees(candidates.arrays, which, np.array(rooms), basis, self.options.min_score)
-        sums = np.bincount(np.repeat(np.arange(len(trees)), trees.sizes), trees.scores, minlength=len(trees))
-        by_row = np.lexsort((-sums, rows))
-        return DraftTrees.of(trees[int(by_row[first])] for first in np.searchsorted(rows, np.arange(len(slots))))
+        """Draft after each suffix of both texts, and take for each slot the draft with the largest sum of scores."""
+        best = []
+        for slot, room in zip(slots.tolist(), max_nodes.tolist(), strict=True):
+            drafts = [EMPTY_TREE, *self._drafts(2 * slot + 1, room), *self._drafts(2 * slot + 2, room)]
+            best.append(max(drafts, key=lambda tree: tree.scores.sum()))
+        return DraftTrees.of(best)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Committed tokens enter the samples' own tries, and are followed in the global one."""
-        self._shared.extend(slots, token_ids, offsets)
-        self._own.extend(slots, token_ids, offsets)
+        """Append the committed tokens to both texts; drafts of other samples do not find them yet."""
+        self._store.extend(2 * slots + 1, token_ids, offsets, links=False)
+        self._store.extend(2 * slots + 2, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Completed responses enter the global trie; the samples' own tries go."""
-        self._shared.stop(slots)
-        self._own.stop(slots)
+        """Keep completed responses."""
         self.learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        """Responses enter the global trie at once."""
+        """Keep responses; drafts find them at once."""
         for completion in completions:
-            trie = self._trie_of(completion.request)
-            text, starts = completion.response.token_ids, [start for start, _ in completion.response.extensions]
-            trie.insert(np.insert(text, starts, START_TOKEN) if starts else text)
-            self._shared.refresh(trie)
+            request, response = completion.request, completion.response
+            starts = [start for start, _ in response.extensions]
+            text = np.insert(response.token_ids, starts, START_TOKEN).astype(np.int32)
+            self._insert(0, self._number_of(request.purpose), text)
+            self._caches[request.purpose].add(request.prompt_token_ids, text)
 
-    def _trie_of(self, request: Request) -> TokenTrie:
-        return self._responses.setdefault(request.purpose, TokenTrie())
+    def end_step(self) -> None:
+        """Forget all texts: the newest responses are inserted again."""
+        self._begin_step()
 
-    def _candidates(self, slot: int, max_nodes: int) -> Iterator[tuple[int, Int32Array, TokenTrie]]:
-        """Number of nodes, cursor and trie of each draft for a slot; the first one is empty."""
-        for cursors in (self._shared, self._own):
-            trie, cursor = cursors.tries[slot], cursors.arrays.rows[slot]
-            assert trie is not None, f"slot {slot} was not started"
-            yield 0, cursor, trie
-            match = min(int(cursor[MATCH]), MAX_MATCH)
-            state = locate(trie.memory, cursor[STATE], match)
-            while state != ROOT:
-                shorter = cursor.copy()
-                shorter[STATE], shorter[MATCH] = state, match
-                yield min(max_nodes, MAX_TREE, NODES_PER_MATCH * match), shorter, trie
-                state = int(trie.memory[state + LINK])
-                match = int(trie.memory[state + LENGTH])
+    def _insert(self, slot: int, number: int, text: Sequence[int] | Int32Array) -> None:
+        """Begin a slot's text of a number."""
+        self._store.start(np.array([slot]), [number])
+        self._store.extend(np.array([slot]), *end_to_end([[START_TOKEN, *text]]))
+
+    def _number_of(self, purpose: str) -> int:
+        """Number of the responses of a purpose, which are in the store from then on."""
+        if purpose not in self._numbers:
+            self._num_texts += 1
+            self._numbers[purpose] = self._num_texts
+            cache = self._caches.setdefault(purpose, RolloutCache(max_rollouts=MAX_ROLLOUTS, max_bytes=MAX_BYTES))
+            for rollout in (one for prompt in cache.prompts() for one in cache.rollouts(prompt)):
+                self._insert(0, self._num_texts, rollout.tokens)
+        return self._numbers[purpose]
+
+    def _drafts(self, slot: int, max_nodes: int) -> Iterator[DraftTree]:
+        """A draft for each suffix of a slot's text."""
+        places, matches = self._store.find(slot)
+        matches = matches.clip(max=MAX_MATCH)
+        for match in np.unique(matches).tolist():
+            yield self._grow(places[matches >= match], min(max_nodes, MAX_TREE, NODES_PER_MATCH * match))
+
+    def _grow(self, places: Int32Array, room: int) -> DraftTree:
+        """Best first: a node's score is its parent's times the share of the parent's places that have its token."""
+        nodes: list[tuple[int, int, float]] = []
+        waiting: list[tuple[float, int, int, Int32Array]] = []
+        score, parent = 1.0, ROOT
+        while len(nodes) < room:
+            tokens = self._store.arrays.tokens[places]
+            for token, count in zip(*np.unique(tokens, return_counts=True), strict=True):
+                if score * count / len(places) >= self.options.min_score:
+                    heapq.heappush(waiting, (-score * count / len(places), int(token), parent, places[tokens == token]))
+            if not waiting:
+                break
+            score, token, above, places = heapq.heappop(waiting)
+            score, parent, places = -score, len(nodes), self._store.places_after(places)
+            nodes.append((token, above, score))
+        token_ids, parents, scores = zip(*nodes, strict=True) if nodes else ((), (), ())
+        return DraftTree(
+            token_ids=np.array(token_ids, np.int32),
+            parents=np.array(parents, np.int32),
+            scores=np.array(scores, np.float32),
+        )

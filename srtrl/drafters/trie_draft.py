@@ -1,12 +1,12 @@
-"""Draft trees from token tries, best first: a node's score is the estimated chance that it is accepted.
+"""Draft trees from texts, best first: a node's score is the estimated chance that it is accepted.
 
-Rule `BLEND`: Witten-Bell back-off. A node's context and its suffixes, the longest first, each take the share
-total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left and
-spread it over the tokens that followed them, by count; of a suffix only the occurrences count that are not the longer
-context's. What the last two tokens, then the last one, are followed by in texts of other prompts (`shared_ngrams`)
-counts as contexts of length 2 and 1. The longest context with a known distribution of the policy at its newest
-occurrence comes before all others, with probabilities in place of counts. What can change no score by `NEGLIGIBLE`
-times `min_score` is left out.
+The places that follow the text before a node are taken together by their match: these are its contexts. The rule is
+Witten-Bell back-off: the longest context first, each takes the share
+places / (places + DISTINCT_WEIGHT x distinct) x match / (match + MATCH_WEIGHT) of the probability mass that is left and
+spreads it over the tokens of its places, by count; distinct: different tokens of these and of longer contexts. What the
+last two tokens, then the last one, are followed by in texts of other prompts (`shared_ngrams`) counts as contexts of
+length 2 and 1. The longest context with a known distribution of the policy, at its newest place, comes before all
+others, with probabilities in place of counts. What can change no score by `NEGLIGIBLE` times `min_score` is left out.
 """
 
 import math
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.children import (
-    MAX_CHILDREN,
     Children,
     Row,
     add_child,
@@ -27,37 +26,23 @@ from srtrl.drafters.children import (
     scale_shares,
     share_out,
 )
-from srtrl.drafters.distributions import NUM_TOP, probability
+from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
 from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.frontier import Frontier, make_frontier, put_candidate
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
-from srtrl.drafters.suffix_automaton import (
-    BEFORE_LAST,
-    BLOCK,
-    COUNT,
-    EDGE,
-    EMPTY,
-    LAST,
-    LENGTH,
-    LINK,
-    MATCH,
-    NEWEST,
+from srtrl.drafters.texts import (
     NONE,
     NUM_PASSED,
-    ROOT,
-    STATE,
-    TARGET,
-    Cursors,
+    START_TOKEN,
+    Found,
     Int32Array,
     Int64Array,
-    edges_end,
-    find_edge,
-    follow,
-    locate,
-    num_edges,
-    open_memory,
+    Sought,
+    Texts,
+    find_places,
+    make_found,
+    seek,
 )
-from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
 from srtrl.drafters.trust import (
     DISTRIBUTION,
     NUM_CELLS,
@@ -77,6 +62,12 @@ from srtrl.model.noise import hash_row
 
 Float32Array = npt.NDArray[np.float32]
 
+MAX_BLENDED = 4
+"""Maximum number of contexts of the prompt's texts that are blended for a node."""
+DISTINCT_WEIGHT = 0.5
+"""Reduction of the trust in a context for each distinct token that followed it."""
+MATCH_WEIGHT = 2.0
+"""Length of a match that is trusted by half."""
 NEGLIGIBLE = 0.25
 """Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
 SMALLEST_SCORE = 1e-6
@@ -90,20 +81,8 @@ WORK_PER_ROW = 5_000
 """Cost of a row's draft, in the unit of `use_kernel_threads`: about 3 microseconds."""
 
 
-class Rule(NamedTuple):
-    """The parameters by which counts become scores."""
-
-    max_contexts: int
-    """Maximum number of contexts that are blended for a node."""
-    distinct_weight: float
-    """Reduction of the trust in a context for each distinct token that followed it."""
-    match_weight: float
-    """Length of a match that is trusted by half."""
-
-
 NO_TRUST = make_trust()
 """Where no noise is known."""
-BLEND = Rule(max_contexts=4, distinct_weight=0.5, match_weight=2.0)
 
 
 class Noise(NamedTuple):
@@ -122,10 +101,8 @@ NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.b
 
 
 class Basis(NamedTuple):
-    """What scores come from, beside the tries."""
+    """What scores come from, beside the texts."""
 
-    rule: Rule
-    """Such as `BLEND`."""
     shared: Table = NO_TABLE
     """See `shared_ngrams`; without rows where nothing is known."""
     trust: Trust = NO_TRUST
@@ -144,25 +121,22 @@ class Nodes(NamedTuple):
 
 
 @inlined
-def _find_distribution(memory: Int32Array, state: int, match: int) -> tuple[int, int]:
-    """Longest context that has a distribution at its newest occurrence: its state, `ROOT` if none has, and length."""
-    while state != ROOT and memory[state + NEWEST] == 0:
-        state = memory[state + LINK]
-        match = memory[state + LENGTH]
-    return state, match
-
-
-@inlined
 def _add_distribution(
-    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
+    texts: Texts, found: Found, node: int, basis: Basis, row: Row, negligible: float, children: Children
 ) -> tuple[int, float]:
-    """Share mass by the distribution of a context, and the noise; returns the number of children and the mass left."""
+    """Share mass by the first known distribution, and the noise; returns the number of children and the mass left."""
+    first = 0
+    while first < found.nums[node] and texts.known[found.places[node, first], 0] == UNKNOWN:
+        first += 1
+    if first == found.nums[node]:
+        return 0, 1.0
+    known, match = texts.known[found.places[node, first]], found.matches[node, first]
     cell = DISTRIBUTION + column_of(match, match == row.num_passed)
-    num, listed, total, power, start = 0, 0.0, 0.0, basis.trust[cell, POWER], memory[state + NEWEST]
+    num, listed, total, power = 0, 0.0, 0.0, basis.trust[cell, POWER]
     for number in range(NUM_TOP):
-        chance = probability(memory, start, number)
+        chance = probability(known, 0, number)
         if chance > 0 and chance >= LIFT * negligible:
-            add_child(children, num, memory[start + number], NONE, 0)
+            add_child(children, num, known[number])
             children.noise[num] = log_exponential(row, children.token_ids[num])
             children.logprobs[num] = math.log(chance)
             children.shares[0, num] = math.exp(max(power, 1.0) * children.logprobs[num] - power * children.noise[num])
@@ -171,75 +145,48 @@ def _add_distribution(
             num += 1
     part = 0.0
     if num > 0:
-        part = min(listed, 1.0) * blend_trust(basis.trust, cell, match / (match + basis.rule.match_weight))
+        part = min(listed, 1.0) * blend_trust(basis.trust, cell, match / (match + MATCH_WEIGHT))
         scale_shares(children, 0, num, cell, part / total)
     return num, 1.0 - part
 
 
 @inlined
-def _context_with(memory: Int32Array, state: int, match: int, children: Children, i: int) -> tuple[int, int]:
-    """State and length of the longest context that ends with a child's token, after a node with these."""
-    if children.states[i] == NONE:
-        return follow(memory, state, match, children.token_ids[i])
-    return children.states[i], children.matches[i]
-
-
-@inlined
 def _blend_contexts(
-    memory: Int32Array, state: int, match: int, basis: Basis, row: Row, negligible: float, children: Children
+    texts: Texts, found: Found, node: int, basis: Basis, row: Row, negligible: float, children: Children
 ) -> tuple[int, int, float]:
-    """Share the probability mass among contexts and their children; returns their numbers and the mass left.
-
-    What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
-    in a suffix is listed if it is not negligible by itself.
-    """
-    rule, trust = basis.rule, basis.trust
-    num, mass, before = 0, 1.0, 0
+    """Share the probability mass among contexts and their children; returns their numbers and the mass left."""
+    num, mass, distinct, i = 0, 1.0, 0, 0
     if row.is_known:
-        known, length = _find_distribution(memory, state, match)
-        if known != ROOT:
-            num, mass = _add_distribution(memory, known, length, basis, row, negligible, children)
+        num, mass = _add_distribution(texts, found, node, basis, row, negligible, children)
     num_contexts = int(num > 0)
-    for _ in range(rule.max_contexts):
-        if state == ROOT or mass < negligible:
+    for _ in range(MAX_BLENDED):
+        if i == found.nums[node] or mass < negligible:
             break
-        more, distinct = memory[state + STATE_TOTAL] - before, num_edges(memory, state)
-        if more > 0:
-            cell = cell_of(more, match, match == row.num_passed)
-            part = more / (more + rule.distinct_weight * distinct) * (match / (match + rule.match_weight))
-            part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
-            shares, listed, num_known, num_listed = children.shares[num_contexts], 0, num, 0
-            for i in range(num):
-                edge = find_edge(memory, state, children.token_ids[i])
-                count = 0 if edge == NONE else memory[edge + COUNT]
-                shares[i] = count - children.counts[i]
-                listed += count - children.counts[i]
-                children.counts[i] = count
-                num_listed += edge != NONE
-            if distinct > num_listed:
-                for edge in range(memory[state + BLOCK], edges_end(memory, state), EDGE):
-                    token, count = memory[edge], memory[edge + COUNT]
-                    if token == EMPTY or part * count < negligible * more or num == MAX_CHILDREN:
-                        continue
-                    if find_child(children, num_known, token) == num_known:
-                        add_child(children, num, token, memory[edge + TARGET], match + 1)
-                        shares[num] = count
-                        children.counts[num] = count
-                        listed += count
-                        num += 1
-            if listed:
-                share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / more)
-                num_contexts += 1
-            mass -= part
-            before += more
-        state = memory[state + LINK]
-        match = memory[state + LENGTH]
+        match, begin, shares = found.matches[node, i], i, children.shares[num_contexts]
+        for child in range(num):
+            shares[child] = 0.0
+        while i < found.nums[node] and found.matches[node, i] == match:
+            child = find_child(children, num, found.tokens[node, i])
+            if child == num:
+                add_child(children, num, found.tokens[node, i])
+                shares[num] = 0.0
+                num += 1
+            distinct += children.counts[child] == 0
+            children.counts[child] += 1
+            shares[child] += 1.0
+            i += 1
+        more = i - begin
+        cell = cell_of(more, match, match == row.num_passed)
+        part = more / (more + DISTINCT_WEIGHT * distinct) * (match / (match + MATCH_WEIGHT))
+        part = mass * (blend_trust(basis.trust, cell, part) if row.is_known else part)
+        share_out(children, num_contexts, num, row, basis.trust, more, cell, part)
+        num_contexts += 1
+        mass -= part
     return num, num_contexts, mass
 
 
 @inlined
 def _add_shared(
-    memory: Int32Array,
     before_last: int,
     last: int,
     basis: Basis,
@@ -251,7 +198,7 @@ def _add_shared(
     num_contexts: int,
 ) -> tuple[int, int]:
     """Spread `mass` over what the last two tokens, then the last one, were followed by in all prompts' texts."""
-    shared, rule, trust = basis.shared, basis.rule, basis.trust
+    shared, trust = basis.shared, basis.trust
     for length in (2, 1):
         entries = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
         if entries == NONE:
@@ -261,7 +208,7 @@ def _add_shared(
         for way in range(WAYS):
             distinct += shared[entries, ENTRIES + 2 * way + 1] > 0
         cell = NUM_CELLS - length
-        part = total / (total + rule.distinct_weight * distinct * UNIT) * (length / (length + rule.match_weight))
+        part = total / (total + DISTINCT_WEIGHT * distinct * UNIT) * (length / (length + MATCH_WEIGHT))
         part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
         shares, listed = children.shares[num_contexts], 0
         for i in range(num):
@@ -269,11 +216,10 @@ def _add_shared(
         for way in range(WAYS):
             token, count = shared[entries, ENTRIES + 2 * way], shared[entries, ENTRIES + 2 * way + 1]
             i = find_child(children, num, token)
-            if count == 0 or (i == num and (part * count < negligible * total or num == MAX_CHILDREN)):
+            if count == 0 or (i == num and part * count < negligible * total):
                 continue
             if i == num:
-                edge = find_edge(memory, ROOT, token)
-                add_child(children, num, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
+                add_child(children, num, token)
                 num += 1
             shares[i] = count
             listed += count
@@ -285,62 +231,78 @@ def _add_shared(
 
 
 @inlined
-def _row_at(noise: Noise, cursor: Int32Array, slot: int, depth: int) -> Row:
+def _row_at(noise: Noise, texts: Texts, slot: int, depth: int) -> Row:
     """The row of a slot's sample this many tokens after its next one."""
-    num_passed = int(cursor[NUM_PASSED] + depth)
+    num_passed = int(texts.slots[slot, NUM_PASSED] + depth)
     if slot < len(noise.is_known) and noise.is_known[slot]:
         return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, num_passed)
     return Row(np.uint64(0), False, num_passed)
 
 
+@inlined
+def _find_children(
+    texts: Texts,
+    sought: Sought,
+    found: Found,
+    depth: int,
+    above: int,
+    node: int,
+    basis: Basis,
+    row: Row,
+    negligible: float,
+    children: Children,
+) -> tuple[int, int]:
+    """What may follow a node, see `find_places`; returns the numbers of children and contexts."""
+    find_places(texts, sought, found, depth, above, node)
+    num, num_contexts, mass = _blend_contexts(texts, found, node, basis, row, negligible, children)
+    if len(basis.shared) > 0 and mass >= negligible:
+        begin = len(found.nums) - 1 - depth
+        before_last = found.window[begin + 1] if sought.size + depth > 1 else START_TOKEN
+        return _add_shared(before_last, found.window[begin], basis, row, mass, negligible, children, num, num_contexts)
+    return num, num_contexts
+
+
 @inner
 def _grow(
-    memory: Int32Array,
-    cursor: Int32Array,
+    texts: Texts,
     slot: int,
     basis: Basis,
     min_score: float,
     children: Children,
     frontier: Frontier,
+    found: Found,
     nodes: Nodes,
 ) -> int:
-    """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
-    match = cursor[MATCH]
-    state = locate(memory, cursor[STATE], match)
-    before_last, last = cursor[BEFORE_LAST], cursor[LAST]
-    score, depth, waiting = 1.0, 0, 0
-    for node in range(len(nodes.token_ids)):
-        row = _row_at(basis.noise, cursor, slot, depth)
+    """Fill a tree with what may follow a slot's text, best first; returns its number of nodes."""
+    sought, room = seek(texts, slot, found), len(nodes.token_ids)
+    score, depth, parent, waiting = 1.0, 0, NONE, 0
+    for node in range(room):
+        ancestor = node - 1
+        for i in range(room - depth, room):
+            found.window[i] = nodes.token_ids[ancestor]
+            ancestor = nodes.parents[ancestor]
+        row, above = _row_at(basis.noise, texts, slot, depth), parent + 1 if depth > 0 else NONE
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
-        num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, negligible, children)
-        if len(basis.shared) > 0 and mass >= negligible:
-            num, num_contexts = _add_shared(
-                memory, before_last, last, basis, row, mass, negligible, children, num, num_contexts
-            )
+        num, _ = _find_children(texts, sought, found, depth, above, node, basis, row, negligible, children)
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
             if child_score >= min_score:
-                child, length = _context_with(memory, state, match, children, i)
-                waiting = put_candidate(frontier, waiting, child_score, children.token_ids[i], node - 1, child, length)
+                waiting = put_candidate(frontier, waiting, child_score, children.token_ids[i], node - 1)
         if waiting == 0:
             return node
         waiting -= 1
-        score, numbers = frontier.scores[waiting], frontier.numbers
-        last, parent = numbers[waiting, 0], numbers[waiting, 1]
-        state, match = numbers[waiting, 2], numbers[waiting, 3]
-        before_last = cursor[LAST] if parent == NONE else nodes.token_ids[parent]
+        score, parent = frontier.scores[waiting], frontier.numbers[waiting, 1]
         depth = 1 if parent == NONE else nodes.depths[parent] + 1
-        nodes.token_ids[node], nodes.parents[node] = last, parent
+        nodes.token_ids[node], nodes.parents[node] = frontier.numbers[waiting, 0], parent
         nodes.depths[node], nodes.scores[node] = depth, score
-    return len(nodes.token_ids)
+    return room
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
 def _draft_rows(
-    cursors: Cursors,
+    texts: Texts,
     slots: Int64Array,
     rooms: Int64Array,
-    rule: Rule,
     shared: Table,
     trust: Trust,
     noise: Noise,
@@ -350,26 +312,23 @@ def _draft_rows(
     scores: Float32Array,
     sizes: Int64Array,
 ) -> None:
-    """Draft for the cursors of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`.
+    """Draft for the texts of some slots, in parallel; row b's tree has room from `rooms[b]` to `rooms[b + 1]`.
 
     A parallel loop can have no tuple of tuples from outside, such as `Basis`.
     """
     for row in numba.prange(len(slots)):
-        slot, begin, end = slots[row], rooms[row], rooms[row + 1]
-        memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-        children, frontier = make_children(), make_frontier(end - begin)
+        begin, end = rooms[row], rooms[row + 1]
+        children, frontier, found = make_children(), make_frontier(end - begin), make_found(end - begin)
         nodes = Nodes(token_ids[begin:end], parents[begin:end], np.empty(end - begin, np.int32), scores[begin:end])
-        basis = Basis(rule, shared, trust, noise)
-        sizes[row] = _grow(memory, cursors.rows[slot], slot, basis, min_score, children, frontier, nodes)
+        basis = Basis(shared, trust, noise)
+        sizes[row] = _grow(texts, slots[row], basis, min_score, children, frontier, found, nodes)
 
 
-def draft_trees(
-    cursors: Cursors, slots: Int64Array, max_nodes: Int64Array, basis: Basis, min_score: float
-) -> DraftTrees:
-    """Draft what follows the matches of some cursors.
+def draft_trees(texts: Texts, slots: Int64Array, max_nodes: Int64Array, basis: Basis, min_score: float) -> DraftTrees:
+    """Draft what follows the texts of some slots.
 
     Args:
-        cursors: Of all slots.
+        texts: With those of all slots.
         slots: [B].
         max_nodes: [B], the largest number of nodes of each tree.
         basis: What scores come from.
@@ -382,7 +341,7 @@ def draft_trees(
     (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
     min_score = max(min_score, SMALLEST_SCORE)
-    _draft_rows(cursors, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
+    _draft_rows(texts, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
     nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
@@ -418,38 +377,33 @@ def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, 
 
 @numba.njit(cache=True, nogil=True)
 def learn_rows(
-    cursors: Cursors,
+    texts: Texts,
     slots: Int64Array,
     teaches: npt.NDArray[np.bool_],
     token_ids: Int32Array,
     offsets: Int64Array,
     basis: Basis,
 ) -> None:
-    """Learn trust from sampled tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
+    """Learn trust from sampled tokens that are to be appended: those of row b to the text of `slots[b]`.
 
     It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
     noise of all of them is known.
     """
-    children, noise = make_children(), basis.noise
+    noise, room = basis.noise, np.max(offsets[1:] - offsets[:-1])
+    children, found = make_children(), make_found(room)
     for b in range(len(slots)):
         slot = slots[b]
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
         if not teaches[b] or not chosen:
             continue
-        memory, cursor = open_memory(cursors.addresses[slot], cursors.sizes[slot]), cursors.rows[slot]
-        match = cursor[MATCH]
-        state = locate(memory, cursor[STATE], match)
-        before_last, last = cursor[BEFORE_LAST], cursor[LAST]
-        for i in range(offsets[b], offsets[b + 1]):
-            row = _row_at(noise, cursor, slot, i - offsets[b])
-            num, num_contexts, mass = _blend_contexts(memory, state, match, basis, row, LEARNED_MASS, children)
-            if len(basis.shared) > 0:
-                num, num_contexts = _add_shared(
-                    memory, before_last, last, basis, row, mass, LEARNED_MASS, children, num, num_contexts
-                )
-            child = find_child(children, num, token_ids[i])
+        sought = seek(texts, slot, found)
+        for depth in range(offsets[b + 1] - offsets[b]):
+            token, row = token_ids[offsets[b] + depth], _row_at(noise, texts, slot, depth)
+            num, num_contexts = _find_children(
+                texts, sought, found, depth, depth - 1, depth, basis, row, LEARNED_MASS, children
+            )
+            child = find_child(children, num, token)
             _learn_token(basis.trust, row, children, num_contexts, child)
             if child == num:
                 break
-            state, match = _context_with(memory, state, match, children, child)
-            before_last, last = last, token_ids[i]
+            found.window[room - 1 - depth] = token

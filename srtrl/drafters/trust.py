@@ -98,15 +98,10 @@ def save_trust(path: Path, trust: dict[str, Trust]) -> None:
 
 
 def load_trust(path: Path) -> dict[str, Trust]:
-    """Read a file of `save_trust`; raises ValueError naming it if it is damaged. Without a file nothing is learned."""
+    """Read a file of `save_trust`, of this version or ValueError; without a file nothing is learned."""
     if not path.exists():  # of another drafter
         return {}
-    try:
-        trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged ({error})") from error
-    if any(rows.shape != (NUM_CELLS, 4) or not (rows >= 0).all() for rows in trust.values()):
-        raise ValueError(
-            f"{path}: damaged, or of an earlier version: expected {NUM_CELLS} rows of 4 numbers for each purpose"
-        )
+    trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
+    if any(rows.shape != (NUM_CELLS, 4) for rows in trust.values()):
+        raise ValueError(f"{path}: of an earlier version: expected {NUM_CELLS} rows of 4 numbers for each purpose")
     return trust
