@@ -229,6 +229,9 @@ class Stuck(EnvironmentBase):
             await asyncio.sleep(60)
         return Step(is_done=True)
 
+    def replay(self, turn: Turn, answer: Step) -> None:
+        self.reach("replay")
+
     def close(self) -> None:
         self.reach("close")
 

@@ -160,7 +160,7 @@ def stuck(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Stuck.is_free.set()
 
 
-HANGS = dict.fromkeys(["init", "start", "step", "async step", "async wait"], "")
+HANGS = dict.fromkeys(["init", "start", "step", "async step", "async wait", "replay"], "")
 HANGS |= {name: f"`{name}` of" for name in ("open", "max_parallel", "close")} | {"end": "the end of `open` of"}
 """Where it hangs -> how that is named."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_cases import tiny_policy
 from tiny_run import make_recipe
 
 import srtrl
@@ -33,6 +34,11 @@ def test_gpus_of_amd_are_refused(device: str, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"device: .*AMD.*8\.0 or newer; use device=cpu"):
         build.choose_device(make_recipe(tmp_path, tmp_path, device=device))
     assert build.choose_device(make_recipe(tmp_path, tmp_path, device="cpu")) == torch.device("cpu")
+
+
+def test_one_process_does_not_shard_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
+        build.shard_model(tiny_policy(), make_recipe(tmp_path, tmp_path, train__sharding="fsdp2"))
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,16 @@ class EnvironmentTurns(Turns):
             return
         turn = Turn(index=0, text=prompt.answer or "an answer", token_ids=(0,))
         sample = OpenSample(prompt)
+
+        def answer_and_replay() -> None:
+            environment, _ = self._begin(sample)
+            answer = self._step(environment, turn)
+            if self.environment_class.replay is not EnvironmentBase.replay:
+                self._result_of(environment.replay(turn, answer))
+
         tried = f"{self.section.name}, tried on prompt {prompt.prompt_id!r} with the turn {turn.text[:80]!r},"
         try:
-            self._call(tried, lambda: self._step(self._begin(sample)[0], turn))
+            self._call(tried, answer_and_replay)
         finally:
             self._close(sample)
 
