@@ -63,7 +63,7 @@ check: $(DEV_STAMP) ## Lint, formatting and types
 	$(BIN)/mypy
 
 bench: $(STAMP) ## Measure the decoder
-	$(BIN)/srtrl bench rollout $(ARGS)
+	$(BIN)/python docs/bench_rollout.py $(ARGS)
 
 check-gpu-static: $(DEV_STAMP) ## What can be checked of the CUDA path without a GPU; writes the table of its kernels
 	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadgroup tests/test_engine_cuda.py tests/test_fake_cuda.py tests/test_triton_compile.py

@@ -43,9 +43,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from bench_rollout import alternate, compare_pairs
 from rich.console import Console
 
-from srtrl.bench.measure import alternate, compare_pairs
 from srtrl.bench.recorded import read_recorded
 from srtrl.build import build_drafter, build_parts, run_training
 from srtrl.drafters.none import Drafter as NoDrafter

@@ -269,20 +269,9 @@ def transformers(device: str) -> list[Row]:
 def rollouts(device: str) -> list[Row]:
     """Whole rollouts without drafts and with `srt`, which has seen half of each prompt's samples."""
     shape = ("qwen2.5-1.5b", "bfloat16", "64,256", "512") if device == "cuda" else ("tiny", "float32", "2", "16")
-    program = [sys.executable, "-m", "srtrl", "bench", "rollout", "--model-shape", shape[0], "--dtype", shape[1]]
-    options = [
-        "--slots",
-        shape[2],
-        "--max-tokens",
-        shape[3],
-        "--prompts-used",
-        "80",
-        "--history",
-        "0.5",
-        "--repeats",
-        "3",
-        "--json",
-    ]
+    program = [sys.executable, "docs/bench_rollout.py", "--model-shape", shape[0], "--dtype", shape[1]]
+    options = ["--slots", shape[2], "--max-tokens", shape[3], "--prompts-used", "80", "--history", "0.5"]
+    options += ["--repeats", "3", "--json"]
     trace, tokenizer = os.environ.get("TRACE"), os.environ.get("TOKENIZER")
     with tempfile.TemporaryDirectory() as unpacked:
         if trace:

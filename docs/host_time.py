@@ -23,10 +23,20 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from bench_rollout import (
+    Row,
+    Trace,
+    TraceRunner,
+    alternate,
+    check_completions,
+    load_prompts,
+    make_engine,
+    prepare,
+    publish,
+    share_out,
+)
 from h200 import H200_CURVE
 
-from srtrl.bench.measure import Row, alternate, publish
-from srtrl.bench.workload import Trace, TraceRunner, check_completions, load_prompts, make_engine, prepare, share_out
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
@@ -127,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", default="64,256", help="sequences decoded at a time")
     parser.add_argument("--drafters", default="none,srt", help="the first is the baseline")
-    parser.add_argument("--trace", type=Path, help="recorded rollouts, as of `srtrl bench rollout`")
+    parser.add_argument("--trace", type=Path, help="recorded rollouts, as of docs/bench_rollout.py")
     parser.add_argument("--tokenizer", help="of their texts")
     parser.add_argument("--max-tokens", type=int, default=512, help="maximum number of tokens of each sample")
     parser.add_argument("--repeats", type=int, default=5)
@@ -135,7 +145,9 @@ def main() -> None:
     options = parser.parse_args()
     set_cpu_threads(1)
     policy = Transformer(config_from_hf(SHAPES[SHAPE], SHAPE), torch.bfloat16, torch.device("meta"))
-    prompts = load_prompts(options.trace, policy.config, tokenizer=options.tokenizer, max_tokens=options.max_tokens)
+    prompts = load_prompts(
+        options.trace, policy.config.vocab_size, tokenizer=options.tokenizer, max_tokens=options.max_tokens
+    )
     ends = list(accumulate(len(prompt.split(0.5)[1].samples) for prompt in prompts))
     cost = StepCost(points=H200_CURVE)
     rows: list[Row] = []
@@ -153,9 +165,9 @@ def main() -> None:
             runs = alternate(candidates, options.repeats)
         rows += rows_of(runs, num_slots)
     source = f"{options.trace.name}, samples truncated to {options.max_tokens} tokens" if options.trace else "generated"
-    about, program = (__doc__ or "").partition("[--repeats 5]")[2], "python docs/host_time.py"
+    about = (__doc__ or "").partition("[--repeats 5]")[2]
     title = f"Host work per decode step: {source}, 1 thread"
-    publish(title, rows, about, torch.device("cpu"), as_json=options.json, program=program)
+    publish(title, rows, about, torch.device("cpu"), as_json=options.json)
 
 
 def rows_of(runs: dict[str, list[dict[str, float]]], num_slots: int) -> list[dict[str, Any]]:

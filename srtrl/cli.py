@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from srtrl import __version__, generation
-from srtrl.bench import rollout
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
@@ -179,23 +178,31 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
     After it, reinforcement learning has correct samples to reinforce. The policy is written to warm_start.output.
     """
     loaded = build_checked(read_source(recipe, overrides or ()), warm_start=True)
+    from rich.console import Console
+
     from srtrl.evaluation.tables import eval_table
     from srtrl.warm_start.training import run_warm_start
 
     summary = run_warm_start(loaded, overwrite=overwrite)
     if summary.held_out is not None and is_main_process():
-        _print_table(eval_table(str(summary.output), [summary.held_out]))
+        Console().print(eval_table(str(summary.output), [summary.held_out]))
 
 
 app.command("eval")(evaluation.command)
 app.command("generate")(generation.command)
 
 
-benchmarks = typer.Typer(help="Measure how fast a part is.", no_args_is_help=True, rich_markup_mode=None)
-benchmarks.command("rollout")(rollout.command)
-app.add_typer(benchmarks, name="bench")
 app.command("replay")(replay)
 app.add_typer(tools.app, name="tool")
+
+
+@app.command("bench", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench() -> None:
+    """Moved to docs/bench_rollout.py."""
+    raise ValueError(
+        "`srtrl bench rollout` is a script now: in a checkout of srtrl, `python docs/bench_rollout.py` with the same "
+        "options"
+    )
 
 
 @app.command("report")
@@ -280,12 +287,6 @@ def print_fields() -> None:
         options = describe_fields(resolve_class("srtrl.drafters", name, "Drafter").Options, "rollout.drafter_options.")
         if options:
             print(f"\nrollout.drafter_options of rollout.drafter {name}:\n{options}")
-
-
-def _print_table(table: Any) -> None:
-    from rich.console import Console
-
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
 """What the benchmark measures and prints, on tiny models: same work for all, the recorded tokens, the figures."""
 
 import json
+import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from bench_cases import REPEATER, Repeater, recorded, run, write_rows
+from bench_cases import REPEATER, Repeater, recorded, write_rows
 
-from srtrl.bench.measure import alternate, compare_pairs
-from srtrl.bench.workload import check_completions, generated_prompts, make_engine, prepare, share_out
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
+import bench_rollout
+from bench_rollout import alternate, check_completions, compare_pairs, make_engine, prepare, share_out
 
 NAMES = ("none", REPEATER)
 
@@ -36,22 +39,26 @@ def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(pol
         completions = list(engine.generate(trace.requests))
         check_completions(completions, trace)
         metrics = engine.take_metrics()
-        assert metrics["engine/tokens"] == trace.num_tokens == 9
+        assert metrics["engine/tokens"] == 9
         assert metrics["engine/tokens_per_decode_step"] > 1
     completions[0].response.token_ids[0] += 1
     with pytest.raises(AssertionError, match="not those of the trace"):
         check_completions(completions, trace)
 
 
-def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
+def test_the_script_compares_drafters_on_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [
         {"prompt_token_ids": [1, 2, prompt], "token_ids": [10 * prompt + sample] * 12}
         for prompt, sample in product(range(3), range(4))
     ]
     trace = write_rows(tmp_path / "trace.jsonl", *rows)
-    sizes = ("--slots", "1,4", "--prompts-used", 2, "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
-    settings = ("--trace", trace, "--drafters", ",".join(NAMES), "--model-shape", "tiny", "--threads", 1)
-    values = json.loads(run("bench", "rollout", *settings, *sizes, "--json").stdout)
+    settings = "--slots 1,4 --prompts-used 2 --history 0.5 --max-tokens 9 --repeats 2 --model-shape tiny --threads 1"
+    command = ["bench_rollout.py", "--trace", str(trace), "--drafters", ",".join(NAMES), *settings.split(), "--json"]
+    monkeypatch.setattr(sys, "argv", command)
+    bench_rollout.main()
+    values = json.loads(capsys.readouterr().out)
     found = [(row["slots"], row["sequences"], row["drafter"]) for row in values["rows"]]
     assert found == [(slots, 4, name) for slots in (1, 4) for name in NAMES]
     for none, repeater in (values["rows"][:2], values["rows"][2:]):
@@ -59,19 +66,7 @@ def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
         assert [one["engine/tokens"] for one in repeater["runs"]] == [36, 36]
         assert repeater["lowest"] <= repeater["times_as_fast"] <= repeater["highest"]
         assert repeater["tokens_per_second"] == 36 / repeater["seconds"]
-    title = "Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads, 1, 4 slots"
-    assert values["title"] == title
-    generated = ("--model-shape", "tiny", "--max-tokens", 8, "--repeats", 1, "--drafters", "none")
-    shown = run("bench", "rollout", *generated).stdout
-    assert shown.startswith("## Rollouts: generated, no history, tiny")
-    assert "|    16 |        16 | none    |" in shown, "one prompt, all samples at a time"
-
-
-def test_generated_rollouts_repeat_each_other() -> None:
-    first = generated_prompts(max_tokens=64, vocab_size=1000)[0].samples
-    assert max(len(sample.tokens) for sample in first) <= 64
-    begins = [tuple(sample.tokens[:4].tolist()) for sample in first]
-    assert 1 < len(set(begins)) < len(begins)
+    assert values["title"] == "Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads"
 
 
 def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_count() -> None:

@@ -38,10 +38,10 @@ def test_recorded_rollouts_of_the_readme_are_replayed_without_a_tokenizer() -> N
 
 @pytest.mark.slow
 def test_the_benchmark_of_the_readme_runs() -> None:
-    [command] = re.findall(r"`srtrl (bench rollout --trace [^`]*)`", README)
-    shorter = {"--slots": "1", "--max-tokens": "8", "--repeats": "1", "--prompts-used": "1"}
-    result = run(*command.split(), *(word for pair in shorter.items() for word in pair))
-    assert result.exit_code == 0, result.output
+    [command] = re.findall(r"`python (docs/bench_rollout.py --trace [^`]*)`", README)
+    shorter = "--slots 1 --max-tokens 8 --repeats 1 --prompts-used 1"
+    program = [sys.executable, *command.split(), *shorter.split()]
+    result = subprocess.run(program, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
     assert "times as fast" in result.stdout
 
 
@@ -51,6 +51,7 @@ def test_commands_of_the_readme_and_of_the_index_exist() -> None:
         for command in app.registered_commands
         if command.callback
     }
+    names -= {"bench"}  # hidden: it says where its script is
     names |= {group.name for group in app.registered_groups if group.name}
     used = set(re.findall(r"(?:`|^ +)srtrl ([a-z-]+)", README + INDEX, re.MULTILINE))
     assert used - names == set()

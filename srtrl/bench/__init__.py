@@ -1,1 +1,1 @@
-"""Benchmarks: what is measured, alternating, in one run on one machine."""
+"""Recorded rollouts, read and replayed: `srtrl replay`."""

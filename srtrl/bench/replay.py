@@ -8,14 +8,6 @@ import typer
 
 from srtrl.recipe.schema import MAX_WIDTH
 
-TokenizerFolder = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, if the rollouts are texts.")
-]
-History = Annotated[
-    float,
-    typer.Option(metavar="SHARE", help="Share of each prompt's samples that the drafter has seen before, below 1."),
-]
-
 
 def replay(
     file: Annotated[
@@ -23,14 +15,19 @@ def replay(
         typer.Argument(metavar="FILE", help="Rollouts: a run's folder, Parquet of its rollouts/, or JSONL."),
     ],
     *,
-    tokenizer: TokenizerFolder = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, if the rollouts are texts.")
+    ] = None,
     drafter: Annotated[str, typer.Option(metavar="NAME", help="The drafter, as in rollout.drafter.")] = "srt",
     drafter_options: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the drafter; may be given more than once."),
     ] = None,
     draft_budget: Annotated[int, typer.Option(min=0, max=MAX_WIDTH, help="Maximum nodes of a draft.")] = 16,
-    history: History = 0.0,
+    history: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="Share of each prompt's samples that the drafter has seen before, below 1."),
+    ] = 0.0,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens of a sample; the rest is dropped.")
     ] = 4000,
@@ -46,8 +43,8 @@ def replay(
     sample is read and not counted. The steps of a run are replayed in order, so each is history for the next.
     Rollouts do not contain what else the policy took to be likely: in the run itself, drafts knew it.
     """
-    check_history(history)
-    from srtrl.bench.measure import format_cell, format_table
+    if not 0 <= history < 1:
+        raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
     from srtrl.bench.recorded import read_recorded
     from srtrl.bench.replay_loop import Replay, build_drafter
     from srtrl.engine.warm_up import compile_kernels
@@ -65,12 +62,15 @@ def replay(
         print(json.dumps(settings | row | {"drafter_metrics": built.take_metrics()}))
         return
     print(f"{file} with {drafter}, at most {draft_budget} nodes per draft, {history:g} as history\n")
-    print(format_table([{"figure": name.replace("_", " "), "value": format_cell(row[name])} for name in row]))
+    print(f"| {'figure':<22} | {'value':>9} |\n| {'-' * 22} | {'-' * 8}: |")
+    for name, value in row.items():
+        print(f"| {name.replace('_', ' '):<22} | {format_cell(value):>9} |")
     if tokenizer is not None:
         print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
 
 
-def check_history(history: float) -> None:
-    """ValueError, unless it is a share that leaves samples to decode."""
-    if not 0 <= history < 1:
-        raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
+def format_cell(value: object) -> str:
+    """Three significant digits, but no figure before the point is lost; nothing for None."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
