@@ -36,7 +36,7 @@ def recipe_file(tmp_path: Path, policy: Path) -> Path:
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"srtrl {__version__}\n"
     listed = run("--help").stdout
-    for name in ("train", "warm-start", "eval", "generate", "bench", "report", "compare", "show-config"):
+    for name in ("train", "warm-start", "eval", "generate", "replay", "report", "compare", "show-config"):
         assert f"  {name} " in listed
         assert run(name, "--help").exit_code == 0
 
