@@ -1,4 +1,4 @@
-"""`srtrl trie`: one prompt's trie, and how a later rollout went through it, in text."""
+"""`srtrl trie`: a rollout, decoded again with drafts from its prompt's trie, in text."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +13,11 @@ def command(
         str | None, typer.Option(metavar="ID", help="The prompt. [default: the one with the most rollouts]")
     ] = None,
 ) -> None:
-    """Show a prompt's trie, and how well it drafts.
+    """Show how well a prompt's trie drafts.
 
     The trie is built from the prompt's rollouts of all steps but the last (if there is one, from its other samples).
-    Shown are the branches that most rollouts have, and the path of the first rollout of the last step. At a
-    fork on this path you see what the drafter knows of each next token. Then this rollout is decoded again with drafts
-    from the trie.
+    The first rollout of the last step is decoded again with drafts from it. At a fork on this rollout's path you see
+    what the drafter knows of each next token.
     """
     from srtrl.report.runs import read_run
     from srtrl.report.trie_view import print_history, read_history, text_decoder

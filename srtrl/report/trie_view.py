@@ -1,14 +1,14 @@
-"""One prompt's rollouts as a tree of branches, and the decode steps of a later rollout with drafts from them."""
+"""A rollout's decode steps with drafts from its prompt's earlier rollouts, and what is known at a fork of these."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
-from rich.tree import Tree
 
 from srtrl.bench.recorded import RecordedPrompt, feed_drafter, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay
@@ -19,11 +19,10 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.noise import hash_row, uniform_of
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
 from srtrl.run.steps import latest_checkpoint
+from srtrl.types import num_equal
 
-NUM_BRANCHES = 40
-"""Maximum number of branches that are shown, and of nodes of the draft at a fork."""
-LABEL_CHARACTERS = 72
-"""Longest text of a branch; of a longer one the middle is left out."""
+MAX_NODES = 40
+"""Maximum number of nodes of the draft at a fork."""
 END_SIGN = "∎"
 """Stands for special tokens: mostly the end of a response."""
 
@@ -42,23 +41,6 @@ class PromptHistory:
     later: RecordedPrompt
     """One sample, after all of `earlier`: of a later step, or else their sibling."""
     later_name: str
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Branch:
-    """Tokens in a row after which rollouts part, or end."""
-
-    token_ids: list[int]
-    end: int
-    """Tokens from the start of the response to the end of the branch."""
-    count: int
-    """Earlier rollouts that have these tokens here; 0 for a text that only the later rollout has."""
-    is_taken: bool
-    """Whether the later rollout has them, too."""
-    num_hidden: int = 0
-    """Earlier rollouts that continue in a way that is not shown."""
-    children: list["Branch"] = field(default_factory=list)
-    """Those with the largest counts first."""
 
 
 def read_history(run: Run, prompt_id: str | None = None) -> PromptHistory:
@@ -92,40 +74,6 @@ def read_history(run: Run, prompt_id: str | None = None) -> PromptHistory:
         later=replace(whole, samples=[whole.samples[num_earlier]]),
         later_name=f"step {steps[-1]}, sample {0 if len(steps) > 1 else num_earlier}",
     )
-
-
-def grow_branches(history: PromptHistory, num_branches: int) -> Branch:
-    """The tree of the rollouts; its root has no tokens.
-
-    It has the `num_branches` branches that most of the earlier rollouts have, and what only the later one has.
-    """
-    later = history.later.samples[0].tokens.tolist()
-    texts = [*(sample.tokens.tolist() for sample in history.earlier.samples), later]
-    root = Branch(token_ids=[], end=0, count=len(history.earlier.samples), is_taken=True)
-    waiting = [(root, *part) for part in _split(0, texts, later)]
-    while waiting:
-        waiting.sort(key=lambda part: (-part[1].count, not part[1].is_taken))
-        parent, branch, group = waiting.pop(0)
-        if branch.count and num_branches == 0:
-            parent.num_hidden += branch.count
-            continue
-        num_branches -= branch.count > 0
-        parent.children.append(branch)
-        waiting += [(branch, *part) for part in _split(branch.end, group, later)]
-    return root
-
-
-def _split(start: int, texts: Sequence[list[int]], later: list[int]) -> Iterator[tuple[Branch, list[list[int]]]]:
-    """The branches into which texts part that are equal up to `start`, and the texts of each."""
-    following: dict[int, list[list[int]]] = {}
-    for text in texts:
-        if len(text) > start:
-            following.setdefault(text[start], []).append(text)
-    for group in following.values():
-        first, end, is_taken = group[0], start + 1, any(text is later for text in group)
-        while all(text[end : end + 1] == first[end : end + 1] != [] for text in group):
-            end += 1
-        yield Branch(token_ids=first[start:end], end=end, count=len(group) - is_taken, is_taken=is_taken), group
 
 
 class _LoggedReplay(Replay):
@@ -163,28 +111,35 @@ def find_fork(history: PromptHistory, decode: Decode) -> list[Guess]:
     It is the fork on the later rollout's path, in its first turn, where the second most frequent token has the most
     earlier rollouts. Rollouts on disk have no distributions of the policy: none is in the scores.
     """
-    [later], path = history.later.samples, [grow_branches(history, sys.maxsize)]
-    while taken := [branch for branch in path[-1].children if branch.is_taken]:
-        path += taken
+    [later] = history.later.samples
     turn_end = later.extensions[0][0] if later.extensions else len(later.tokens)
+    texts = [sample.tokens for sample in history.earlier.samples]
+    shared = [num_equal(text, later.tokens) for text in texts]
     # The first token has no draft.
-    forks = [one for one in path if 0 < one.end < turn_end and len(one.children) > 1 and one.children[1].count]
-    if not forks or later.rng_key is None:
+    following = [
+        Counter(int(text[place]) for text, num in zip(texts, shared, strict=True) if num >= place < len(text))
+        for place in range(1, turn_end)
+    ]
+    place, counts = max(enumerate(following, 1), key=lambda fork: _second(fork[1]), default=(0, Counter[int]()))
+    if not _second(counts) or later.rng_key is None:
         return []
-    fork = max(forks, key=lambda branch: branch.children[1].count)
-    counts, sampled = {child.token_ids[0]: child.count for child in fork.children}, int(later.tokens[fork.end])
     drafter, slot = Drafter(), np.zeros(1, np.int64)
     feed_drafter(drafter, [history.earlier])
     drafter.start(slot, [replace(history.later.request(0, 0, turn_end), rng_key=later.rng_key)])
-    drafter.observe(slot, later.tokens[: fork.end], np.array([0, fork.end]))
-    [tree] = drafter.propose(slot, slot + NUM_BRANCHES, 0.0)
-    is_next, row_key = tree.parents == ROOT, np.uint64(hash_row(np.uint64(later.rng_key), fork.end))
+    drafter.observe(slot, later.tokens[:place], np.array([0, place]))
+    [tree] = drafter.propose(slot, slot + MAX_NODES, 0.0)
+    is_next, row_key = tree.parents == ROOT, np.uint64(hash_row(np.uint64(later.rng_key), place))
     token_ids, scores = tree.token_ids[is_next].tolist(), tree.scores[is_next].tolist()
     noise = -np.log(-np.log([uniform_of(row_key, token) for token in token_ids]))
     return [
-        Guess(fork.end, on_one_line(decode([token])), counts.get(token, 0), gumbel, score, token == sampled)
+        Guess(place, on_one_line(decode([token])), counts[token], gumbel, score, token == later.tokens[place])
         for token, gumbel, score in zip(token_ids, noise.tolist(), scores, strict=True)
     ]
+
+
+def _second(counts: Counter[int]) -> int:
+    """The second largest count; 0 without a fork."""
+    return counts.most_common(2)[1][1] if len(counts) > 1 else 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -250,7 +205,7 @@ def text_decoder(run: Run) -> Decode:
 
 
 def print_history(history: PromptHistory, decode: Decode) -> None:
-    """Print the prompt, the branches and the decode steps."""
+    """Print the prompt, a fork and the decode steps."""
     console = Console(soft_wrap=True, highlight=False)
     earlier, [later] = history.earlier.samples, history.later.samples
     console.print(Text(f"prompt {history.earlier.prompt_id}", "bold"))
@@ -260,8 +215,6 @@ def print_history(history: PromptHistory, decode: Decode) -> None:
     console.print(
         f"\ntrie of the earlier rollouts, {len(earlier)} of steps {steps}: {num_tokens:,} tokens", style="bold"
     )
-    console.print(f"Each branch with its number of rollouts; * is the path of {history.later_name}.")
-    console.print(_tree(grow_branches(history, NUM_BRANCHES), decode))
     decoded = decoded_response(history, decode)
     if decoded.guesses:
         console.print(f"\na fork, after {decoded.guesses[0].place} tokens of {decoded.name}", style="bold")
@@ -281,27 +234,6 @@ def print_history(history: PromptHistory, decode: Decode) -> None:
         f"{num_decoded} tokens in {len(pieces)} decode steps after the first token: "
         f"{num_decoded / num_steps:.2f} per step, {decoded.num_verified / num_steps:.1f} verified"
     )
-
-
-def _tree(root: Branch, decode: Decode) -> Tree:
-    """The branches as rich draws a tree."""
-    tree = Tree(f"{root.count}  (start of the response)")
-    waiting = [(tree, root)]
-    while waiting:
-        parent, branch = waiting.pop()
-        waiting += [(parent.add(_label(child, decode)), child) for child in branch.children]
-        if branch.num_hidden:
-            parent.add(f"[dim]{branch.num_hidden} more[/dim]")
-    return tree
-
-
-def _label(branch: Branch, decode: Decode) -> Text:
-    line = on_one_line(decode(branch.token_ids))
-    if len(line) > LABEL_CHARACTERS:
-        line = f"{line[: LABEL_CHARACTERS * 2 // 3]}…{line[-LABEL_CHARACTERS // 3 + 1 :]}"
-    if branch.count == 0:
-        return Text(f"* new: {line}", "bold magenta")
-    return Text(f"* {branch.count}  {line}", "bold green") if branch.is_taken else Text(f"{branch.count}  {line}")
 
 
 def on_one_line(text: str) -> str:
