@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from srtrl.bench.recorded import RecordedPrompt, RecordedSample, Tokens, feed_drafter, merge_prompts, read_recorded
-from srtrl.bench.replay import format_cell
+from srtrl.bench.replay import check_history, format_cell
 from srtrl.build import PREFILL_TOKENS, build_runner
 from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.draft_budget import StepCost
@@ -290,6 +290,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each, alternating, after one to warm up")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    check_history(options.history)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_cpu_threads(options.threads)
     config = config_from_hf(SHAPES[options.model_shape], options.model_shape)

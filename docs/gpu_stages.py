@@ -222,7 +222,7 @@ def draft_head(device: str) -> list[Row]:
     rows = []
     runner = build(device, num_layers=2, slots=256)
     policies = (runner.model, copy.deepcopy(runner.model).cpu())
-    head, on_cpu = (DraftHead(policy, policy.dtype, vocabulary=16_384, hidden=None, seed=0) for policy in policies)
+    head, on_cpu = (DraftHead(policy, policy.dtype, vocabulary=16_384, seed=0) for policy in policies)
     head.refresh(policies[0])
     on_cpu.refresh(policies[1])
     for num in (8, 64, 256) if device == "cuda" else (2,):

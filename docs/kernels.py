@@ -214,7 +214,7 @@ def compile_kernels(everything: bool) -> dict[str, Any]:
                 runner.time_step(num_rows, 30, num_sequences=num_sequences)
             counts = counts or {name: count // 2 for name, count in launches.items()}  # the first compiles
         run_update()
-        head = DraftHead(policy, policy.dtype, vocabulary=2048, hidden=8, seed=0)
+        head = DraftHead(policy, policy.dtype, vocabulary=2048, seed=0)
         head.read(policy)
         zeros: Any = np.zeros(64, np.int64)
         CudaGuesses(head, runner, k=DRAFT_TOKENS, slots=64).launch(zeros, zeros, zeros, zeros, zeros)

@@ -16,7 +16,15 @@ from srtrl.model.weights import load_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
 import bench_rollout
-from bench_rollout import alternate, check_completions, compare_pairs, make_engine, prepare, share_out
+from bench_rollout import (
+    alternate,
+    check_completions,
+    compare_pairs,
+    generated_prompts,
+    make_engine,
+    prepare,
+    share_out,
+)
 
 NAMES = ("none", REPEATER)
 
@@ -67,6 +75,32 @@ def test_the_script_compares_drafters_on_a_trace(
         assert repeater["lowest"] <= repeater["times_as_fast"] <= repeater["highest"]
         assert repeater["tokens_per_second"] == 36 / repeater["seconds"]
     assert values["title"] == "Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads"
+    generated = [
+        "bench_rollout.py",
+        "--model-shape",
+        "tiny",
+        "--max-tokens",
+        "8",
+        "--repeats",
+        "1",
+        "--drafters",
+        "none",
+    ]
+    monkeypatch.setattr(sys, "argv", generated)
+    bench_rollout.main()
+    shown = capsys.readouterr().out
+    assert shown.startswith("## Rollouts: generated, 0 as history, tiny")
+    assert "|    16 |        16 |    none |" in shown, "one prompt, all samples at a time"
+    monkeypatch.setattr(sys, "argv", [*generated, "--history", "1"])
+    with pytest.raises(ValueError, match="--history: expected a share of at least 0 and below 1, found 1"):
+        bench_rollout.main()
+
+
+def test_generated_rollouts_repeat_each_other() -> None:
+    first = generated_prompts(max_tokens=64, vocab_size=1000)[0].samples
+    assert max(len(sample.tokens) for sample in first) <= 64
+    begins = [tuple(sample.tokens[:4].tolist()) for sample in first]
+    assert 1 < len(set(begins)) < len(begins)
 
 
 def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_count() -> None:

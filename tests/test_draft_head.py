@@ -47,7 +47,7 @@ from srtrl.trainer.trainer import TrainingStoppedError
 
 def make_head(policy: Transformer, kind: str) -> DraftHead:
     """An untrained head, or one with weights that no training gives; it lists 50 of 61 tokens."""
-    head = DraftHead(policy, policy.dtype, vocabulary=50, hidden=24, seed=0)
+    head = DraftHead(policy, policy.dtype, vocabulary=50, seed=0)
     with torch.no_grad():
         if kind == "random":
             head.down.copy_(torch.randn(head.down.shape, generator=torch.Generator().manual_seed(1)))

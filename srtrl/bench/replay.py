@@ -43,8 +43,7 @@ def replay(
     sample is read and not counted. The steps of a run are replayed in order, so each is history for the next.
     Rollouts do not contain what else the policy took to be likely: in the run itself, drafts knew it.
     """
-    if not 0 <= history < 1:
-        raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
+    check_history(history)
     from srtrl.bench.recorded import read_recorded
     from srtrl.bench.replay_loop import Replay, build_drafter
     from srtrl.engine.warm_up import compile_kernels
@@ -67,6 +66,12 @@ def replay(
         print(f"| {name.replace('_', ' '):<22} | {format_cell(value):>9} |")
     if tokenizer is not None:
         print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
+
+
+def check_history(history: float) -> None:
+    """Raise ValueError unless it is a share of samples that leaves some."""
+    if not 0 <= history < 1:
+        raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
 
 
 def format_cell(value: object) -> str:

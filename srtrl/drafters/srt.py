@@ -255,7 +255,7 @@ class Drafter(DrafterBase):
             cache.save(folder / f"rollouts_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Read the completed rollouts, and what was learned; raises ValueError naming a damaged file."""
+        """Read the completed rollouts, and what was learned; raises ValueError naming a file of another format."""
         assert not self._live, "no sample may be live"
         self.store.clear()
         self._prompts, self.caches, self._ngrams = {}, {}, {}

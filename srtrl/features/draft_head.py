@@ -37,9 +37,7 @@ EPS = 1e-6
 class DraftHead(nn.Module):
     """The head's own weights, and its views of the policy's: these are frozen, and follow each update."""
 
-    def __init__(
-        self, policy: Transformer, dtype: torch.dtype, *, vocabulary: int, seed: int, hidden: int | None = None
-    ) -> None:
+    def __init__(self, policy: Transformer, dtype: torch.dtype, *, vocabulary: int, seed: int) -> None:
         """A fresh head, which predicts what s(0) predicts at every depth.
 
         Args:
@@ -47,11 +45,10 @@ class DraftHead(nn.Module):
             dtype: Of the policy's hidden states.
             vocabulary: Maximum number of listed tokens.
             seed: Of the weights.
-            hidden: I; by default 8/3 of D.
         """
         super().__init__()
         width, generator = policy.config.hidden_size, torch.Generator().manual_seed(seed)
-        hidden = hidden or -(-8 * width // 3)
+        hidden = -(-8 * width // 3)  # I
 
         def matrix(rows: int, columns: int) -> nn.Parameter:
             device = "meta" if policy.device.type == "meta" else "cpu"  # the same for any device

@@ -242,7 +242,7 @@ def _guesses_on(runner: Runner, head: DraftHead, *, k: int, slots: int) -> "CpuG
 
 def wrap_for_warm_up(inner: DrafterBase, runner: Runner) -> DrafterBase:
     """A drafter with a tiny head, for `compile_kernels`."""
-    head = DraftHead(runner.model, runner.model.dtype, vocabulary=4, hidden=1, seed=0)
+    head = DraftHead(runner.model, runner.model.dtype, vocabulary=4, seed=0)
     return cast(DrafterBase, HeadDrafter(inner, head, runner, k=3, slots=2))
 
 
