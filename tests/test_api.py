@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +60,28 @@ def reward_above(limit: float) -> Any:
 def test_a_dictionary_with_functions_and_rows_trains_and_resumes(recipe: dict[str, Any]) -> None:
     """The rewards see the fields of the rows; an argument replaces nothing in the caller's dictionary."""
     seen: list[Any] = []
+    steps: list[dict[str, float]] = []
 
     def wanted(sample: RewardInput) -> torch.Tensor:
         seen.append(sample.prompt.metadata["wanted"])
         return torch.tensor(float(sample.prompt.metadata["wanted"]))
 
     before = json.dumps(recipe, default=str)
-    steps: list[tuple[int, Mapping[str, float]]] = []
-    rewards = [digits, {"name": wanted, "weight": 0.5}]
-    result = srtrl.train(recipe, rewards=rewards, rows=ROWS, on_step=lambda *step: steps.append(step))
+    given: dict[str, Any] = {"rewards": [digits, {"name": wanted, "weight": 0.5}]}
+    given["on_step"] = lambda step, row: steps.append({"step": step} | row)
+    folder = srtrl.train(recipe, rows=ROWS, **given).folder
     assert json.dumps(recipe, default=str) == before
-    assert [step for step, _ in steps] == [1, 2]
     assert {*seen} == {0, 1, 2}
-    table = pq.read_table(result.folder / "rollouts" / "step_000001.parquet").to_pylist()
+    assert steps == read_metrics(folder / "metrics.jsonl")
+    table = pq.read_table(folder / "rollouts" / "step_000001.parquet").to_pylist()
     assert [row["reward"] for row in table] == [row["reward_digits"] + 0.5 * row["reward_wanted"] for row in table]
-    again = srtrl.train(recipe, {"train.num_steps": 3}, rewards=rewards, rows=ROWS, resume=True)
+    changes = {"train.num_steps": 3, "train.learning_rate": 1e-5}
+    again = srtrl.train(recipe, changes, rows=ROWS, resume=True, from_step=1, **given)
     assert (again.num_steps, again.folder) == (3, Path("runs/run").absolute())
-    assert [row["step"] for row in read_metrics(again.folder / "metrics.jsonl")] == [1, 2, 3]
+    assert read_metrics(folder / "metrics.jsonl") == [steps[0], *steps[2:]]
+    assert [(row["step"], row["learning_rate"]) for row in steps[2:]] == [(2, 1e-5), (3, 1e-5)]
     with pytest.raises(ValueError, match=r"these options cannot change within a run(.|\n)*task\.options"):
-        srtrl.train(recipe, rewards=rewards, rows=ROWS[1:], resume=True)
+        srtrl.train(recipe, rows=ROWS[1:], resume=True, **given)
 
 
 def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]) -> None:
@@ -98,23 +100,20 @@ def test_recipes_come_from_files_dictionaries_and_recipes(recipe: dict[str, Any]
     for section, name in ((loaded, "seed"), (loaded.train, "num_steps")):
         with pytest.raises(ValueError, match=rf"`{name}` cannot be set: load_recipe\(recipe, "):
             setattr(section, name, 2)
-    options = srtrl.load_recipe(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3]).task.options
-    assert [len(Path(*options[split]["files"]).read_text().splitlines()) for split in ("train", "eval")] == [12, 3]
 
 
 def test_rows_are_any_dictionaries(recipe: dict[str, Any]) -> None:
     """Equal rows are one file, named after its content."""
     table = Dataset.from_list(ROWS)
     arrays = ({"prompt": row["prompt"], "wanted": np.int64(row["wanted"])} for row in ROWS)
-    files = [
-        srtrl.load_recipe(recipe, rewards=digits, rows=rows).task.options["train"]["files"]
+    options = [
+        srtrl.load_recipe(recipe, rewards=digits, rows=rows, eval_rows=ROWS[:3]).task.options
         for rows in (ROWS, tuple(ROWS), table, arrays)
     ]
-    assert files == [files[0]] * 4
-    (path,) = map(Path, files[0])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
-    assert list(Path("runs").rglob("*.jsonl")) == [path]
-    assert path.parent == Path("runs/run")
+    assert options == [options[0]] * 4
+    paths = [Path(*options[0][split]["files"]) for split in ("train", "eval")]
+    assert [[json.loads(line) for line in path.read_text().splitlines()] for path in paths] == [ROWS, ROWS[:3]]
+    assert set(Path("runs/run").rglob("*")) == {*paths}
 
 
 def test_messages_name_arguments_and_rows_stay_with_their_run(recipe: dict[str, Any]) -> None:
