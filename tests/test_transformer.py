@@ -1,7 +1,7 @@
 """The transformer and the packed plan against `transformers` and against written-out references."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +12,7 @@ from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, r
 from plain_kernels import packed_attention_reference
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -21,7 +21,7 @@ from update_cases import random_shares
 from srtrl.model.attention import Gather, PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
-from srtrl.model.weights import init_model, named_tensors
+from srtrl.model.weights import init_model, load_model, named_tensors, save_model
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
 WIDE = Style(wide_norms=True)
@@ -40,9 +40,22 @@ class RowPlan:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_packed_logits_and_gradients_equal_transformers(case: ModelCase, tmp_path: Path) -> None:
+def test_logits_gradients_and_saved_files_are_those_of_transformers(case: ModelCase, tmp_path: Path) -> None:
     hf_model = make_hf_model(case, torch.float64)
-    model = load_ours(hf_model, tmp_path, torch.float64)
+    is_sharded = "-bias" in case.name
+    model = load_ours(hf_model, tmp_path / "hf", torch.float64, 3000 if is_sharded else 10**9)
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == is_sharded
+    save_model(model, tmp_path / "ours")
+    loading: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    loaded, info = loading
+    assert not any(info.values()), info  # no missing, unexpected or mismatched keys
+    for (name, tensor), (other, same) in zip(loaded.named_parameters(), hf_model.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(tensor, same)
+    again = load_model(tmp_path / "ours", dtype=torch.float64, device="cpu")
+    assert again.config == model.config
+    assert all(torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True))
+
     sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
     targets = torch.cat(random_sequences(case.fields["vocab_size"], LENGTHS, seed=1))
     expected = hf_logits(hf_model, sequences)
