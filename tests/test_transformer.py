@@ -87,31 +87,21 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
+def test_norms_round_as_transformers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(50, 6, 12, generator=generator).to(dtype)
-    norm = LlamaRMSNorm(12, eps=1e-5).to(dtype)
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(12, generator=generator))
-        assert torch.equal(rms_norm(heads, norm.weight, 1e-5), norm(heads))
-
-    for make_norm, style in ((Olmo2RMSNorm, WIDE), (Gemma3RMSNorm, WIDE._replace(norm_offset=1.0))):
-        wide = make_norm(12, eps=1e-5).to(dtype)
-        wide.load_state_dict(norm.state_dict())
-        assert torch.equal(rms_norm(heads, norm.weight, 1e-5, style), wide(heads))
-
-    hf_config = LlamaConfig(hidden_size=72, num_attention_heads=6, head_dim=12)
-    positions = torch.arange(50) * 7
-    rope = config_from_hf(hf_config.to_dict()).layers[0].rope
-    cosines, sines = RotaryTable(rope, 12, LLAMA).rows(positions, 344, dtype)
-    hf_cosines, hf_sines = LlamaRotaryEmbedding(hf_config)(heads, positions[None])
-    expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
-    assert torch.equal(rotate(heads, cosines, sines, 12), expected)
+    weight = torch.randn(12, generator=generator).to(dtype)
+    styles = {LlamaRMSNorm: LLAMA, Olmo2RMSNorm: WIDE, Gemma3RMSNorm: WIDE._replace(norm_offset=1.0)}
+    for make_norm, style in styles.items():
+        norm = make_norm(12, eps=1e-5).to(dtype)
+        norm.load_state_dict({"weight": weight})
+        assert torch.equal(rms_norm(heads, weight, 1e-5, style), norm(heads))
 
 
 LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "rope",
     [
@@ -121,18 +111,18 @@ LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rotary_table_equals_transformers_at_real_sizes(rope: dict[str, float | str]) -> None:
+def test_rotation_equals_transformers_at_real_sizes(rope: dict[str, float | str], dtype: torch.dtype) -> None:
     hf_config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope)
     rope_config = config_from_hf(hf_config.to_dict()).layers[0].rope
     rotary = LlamaRotaryEmbedding(hf_config)
     assert rope_config.frequencies == tuple(rotary.inv_freq.tolist())
     table = RotaryTable(rope_config, 64, LLAMA)
     for positions in (torch.arange(40), torch.arange(9000), torch.arange(300, 500)):  # grows once, then is reused
-        cosines, sines = table.rows(positions, int(positions[-1]) + 1, torch.float32)
-        hf_cosines, hf_sines = rotary(torch.zeros(()), positions[None])
-        assert torch.equal(cosines[:, 0], hf_cosines[0])
-        assert torch.equal(sines[:, 0, 32:], hf_sines[0, :, 32:])
-        assert torch.equal(sines[:, 0, :32], -hf_sines[0, :, :32])
+        heads = torch.randn(len(positions), 2, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        cosines, sines = table.rows(positions, int(positions[-1]) + 1, dtype)
+        hf_cosines, hf_sines = rotary(heads, positions[None])
+        expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
+        assert torch.equal(rotate(heads, cosines, sines, 64), expected)
 
 
 def _small_model(dtype: torch.dtype = torch.float32) -> Transformer:
