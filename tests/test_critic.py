@@ -184,8 +184,17 @@ def test_values_are_float32_for_a_bfloat16_body() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
-def test_saved_and_loaded_has_the_same_bits(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    model = ValueModel(make_policy(dtype=dtype, tied=tied))
+def test_a_policy_becomes_a_critic_that_is_saved_and_loaded_with_the_same_bits(
+    dtype: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
+    policy = make_policy(dtype=dtype, tied=tied)
+    save_model(policy, tmp_path / "policy")
+    random_state = torch.get_rng_state()
+    model = load_value_model(tmp_path / "policy", dtype=dtype, device="cpu")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.body.head is None
+    assert torch.equal(model.body(TOKEN_IDS, PLAN), policy(TOKEN_IDS, PLAN))
+    assert torch.equal(model(TOKEN_IDS, PLAN), torch.zeros(8))
     with torch.no_grad():
         model.value_head.copy_(torch.linspace(-1, 1 / 3, model.value_head.numel())[None])
     save_value_model(model, tmp_path / "critic")
@@ -195,18 +204,7 @@ def test_saved_and_loaded_has_the_same_bits(dtype: torch.dtype, tied: bool, tmp_
         assert torch.equal(mine, other), name
     assert torch.equal(loaded(TOKEN_IDS, PLAN), model(TOKEN_IDS, PLAN))
     body = load_model(tmp_path / "critic", dtype=dtype, device="cpu")  # is a model folder
-    assert torch.equal(body.embedding, model.body.embedding)
-
-
-def test_a_policy_becomes_a_critic_with_its_body_and_values_of_zero(tmp_path: Path) -> None:
-    policy = make_policy(dtype=torch.float32)
-    save_model(policy, tmp_path)
-    random_state = torch.get_rng_state()
-    model = load_value_model(tmp_path, dtype=torch.float32, device="cpu")
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert model.body.head is None
-    assert torch.equal(model.body(TOKEN_IDS, PLAN), policy(TOKEN_IDS, PLAN))
-    assert torch.equal(model(TOKEN_IDS, PLAN), torch.zeros(8))
+    assert torch.equal(body.embedding, policy.embedding)
 
 
 def test_a_wrong_value_head_is_refused(tmp_path: Path) -> None:
