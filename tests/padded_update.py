@@ -92,16 +92,16 @@ def token_losses(name: str, p: Padded, low: float, high: float) -> tuple[Tensor,
     """Loss of each token, and what each clip of the loss marks by metric, [B, L] each."""
     if name == "policy_gradient":
         return -p.advantages * p.new, {}
-    ratio, is_good = ratios(name, p), p.advantages > 0
+    ratio, is_good, is_bad = ratios(name, p), p.advantages > 0, p.advantages < 0
     is_low, is_high, bounded = ratio < 1 - low, ratio > 1 + high, ratio.clamp(1 - low, 1 + high)
     if name == "cispo":  # it bounds a weight, of either sign
-        marks = {"clip_share/low": is_low & (p.advantages != 0), "clip_share/high": is_high & (p.advantages != 0)}
+        marks = {"clip_share/low": is_low & (is_good | is_bad), "clip_share/high": is_high & (is_good | is_bad)}
         return -bounded.detach() * p.advantages * p.new, marks
     loss = torch.maximum(-ratio * p.advantages, -bounded * p.advantages)
-    marks = {"clip_share/low": is_low & ~is_good, "clip_share/high": is_high & is_good}
+    marks = {"clip_share/low": is_low & is_bad, "clip_share/high": is_high & is_good}
     if name == "dual_clip":
-        loss = torch.where(is_good, loss, torch.minimum(loss, -RATIO_CAP * p.advantages))
-        marks["clip_share/dual"] = (ratio > RATIO_CAP) & ~is_good
+        loss = torch.where(is_bad, torch.minimum(loss, -RATIO_CAP * p.advantages), loss)
+        marks["clip_share/dual"] = (ratio > RATIO_CAP) & is_bad
     return loss, marks
 
 

@@ -69,25 +69,6 @@ def as_it_is(rewards: Tensor) -> Tensor:
     return rewards
 
 
-def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:
-    """Put three tokens that were not sampled into two places of each rollout."""
-    rng = np.random.default_rng(seed)
-    rollouts = []
-    for rollout in group.rollouts:
-        length = len(rollout.response.token_ids)
-        places = sorted(rng.integers(1, length, size=2).tolist()) if length > 1 else []
-        inserted = np.repeat(places, 3).astype(int)
-        response = replace(
-            rollout.response,
-            token_ids=np.insert(rollout.response.token_ids, inserted, 9),
-            rollout_logprobs=np.insert(rollout.response.rollout_logprobs, inserted, 0),
-            policy_versions=np.insert(rollout.response.policy_versions, inserted, 0),
-            extensions=tuple((place + 3 * i, place + 3 * i + 3) for i, place in enumerate(places)),
-        )
-        rollouts.append(replace(rollout, response=response))
-    return replace(group, rollouts=rollouts)
-
-
 @pytest.mark.parametrize("advantage", ["gae", "test_credit:as_it_is"])
 @pytest.mark.parametrize(
     ("estimator", "placement", "has_old", "is_whitened", "is_filtered"),
@@ -101,11 +82,11 @@ def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:
 def test_advantages_equal_loops_over_the_sampled_tokens(
     advantage: str, estimator: str, placement: str, has_old: bool, is_whitened: bool, is_filtered: bool
 ) -> None:
-    """At what an environment inserted, nothing is added and nothing decays. `has_old`: the trainer's log-probs count.
+    """`has_old`: the trainer's log-probs count. What an environment inserted has no place: test_conversations.py.
 
     Without `gae` a sample has the sum of its tokens. Truncated samples count in the whitening, and are left out then.
     """
-    groups = [with_observations(one, seed) for seed, one in enumerate(random_groups(3))]
+    groups = random_groups(3)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sequences = random_sequences(groups, 3)
     gamma, lam = 0.97, 0.9
