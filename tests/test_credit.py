@@ -16,7 +16,7 @@ from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
 from srtrl.trainer.credit import Credit, assign_credit, filter_groups, groups_to_learn_from, train_sequences
-from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
+from srtrl.types import GradeOutcome, Rollout, RolloutGroup, TrainSequence
 
 KL = 0.1
 
@@ -69,6 +69,13 @@ def as_it_is(rewards: Tensor) -> Tensor:
     return rewards
 
 
+def with_observation(rollout: Rollout) -> Rollout:
+    """With a first token that was not sampled."""
+    tokens, logprobs = rollout.response.token_ids.tolist(), rollout.response.rollout_logprobs.tolist()
+    changes = {"extensions": ((0, 1),), "finish_reason": rollout.response.finish_reason}
+    return replace(rollout, response=make_response([9, *tokens], [0, *logprobs], **changes))
+
+
 @pytest.mark.parametrize("advantage", ["gae", "test_credit:as_it_is"])
 @pytest.mark.parametrize(
     ("estimator", "placement", "has_old", "is_whitened", "is_filtered"),
@@ -82,11 +89,11 @@ def as_it_is(rewards: Tensor) -> Tensor:
 def test_advantages_equal_loops_over_the_sampled_tokens(
     advantage: str, estimator: str, placement: str, has_old: bool, is_whitened: bool, is_filtered: bool
 ) -> None:
-    """`has_old`: the trainer's log-probs count. What an environment inserted has no place: test_conversations.py.
+    """At what an environment inserted, nothing is added and nothing decays. `has_old`: the trainer's log-probs count.
 
     Without `gae` a sample has the sum of its tokens. Truncated samples count in the whitening, and are left out then.
     """
-    groups = random_groups(3)
+    groups = [replace(one, rollouts=list(map(with_observation, one.rollouts))) for one in random_groups(3)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sequences = random_sequences(groups, 3)
     gamma, lam = 0.97, 0.9
