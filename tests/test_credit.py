@@ -72,7 +72,7 @@ def as_it_is(rewards: Tensor) -> Tensor:
 def with_observation(rollout: Rollout) -> Rollout:
     """With a first token that was not sampled."""
     tokens, logprobs = rollout.response.token_ids.tolist(), rollout.response.rollout_logprobs.tolist()
-    changes = {"extensions": ((0, 1),), "finish_reason": rollout.response.finish_reason}
+    changes: dict[str, Any] = {"extensions": ((0, 1),), "finish_reason": rollout.response.finish_reason}
     return replace(rollout, response=make_response([9, *tokens], [0, *logprobs], **changes))
 
 
