@@ -1,4 +1,4 @@
-"""Random ragged batches, and the formulas of token-level advantages in loops over sequences and tokens.
+"""The formulas of token-level advantages in loops over sequences and tokens.
 
 They are in NumPy float64 and independent of `srtrl/algorithms`. A batch is a list with one array [L] per sequence; the
 formulas of the losses are in `padded_update.py`.
@@ -6,7 +6,6 @@ formulas of the losses are in `padded_update.py`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,36 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 Array = npt.NDArray[np.float64]
 Ragged = list[Array]
-
-
-@dataclass
-class RaggedBatch:
-    """Random sequences of different lengths; every field but `lengths` has one array [L] a sequence."""
-
-    lengths: list[int]
-    new: Ragged
-    old: Ragged
-    advantages: Ragged
-    """One number for each sequence, repeated over its tokens."""
-
-    @property
-    def sequence_index(self) -> Tensor:
-        return torch.tensor([index for index, length in enumerate(self.lengths) for _ in range(length)])
-
-
-def random_batch(seed: int, *, spread: float = 0.4) -> RaggedBatch:
-    """2 to 6 sequences of 1 to 9 tokens; `spread` is the standard deviation of new - old."""
-    generator = np.random.default_rng(seed)
-    lengths = [int(length) for length in generator.integers(1, 10, generator.integers(2, 7))]
-    old = [generator.uniform(-4.0, -0.05, length) for length in lengths]
-    new = [values + spread * generator.standard_normal(len(values)) for values in old]
-    advantages = [np.full(length, generator.standard_normal()) for length in lengths]
-    return RaggedBatch(lengths, new, old, advantages)
-
-
-def packed(values: Ragged) -> Tensor:
-    """[R] float64, the sequences one after another."""
-    return torch.from_numpy(np.concatenate(values))
 
 
 def padded(values: Sequence[npt.NDArray[np.floating]], padding: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A tiny critic, sequences with values and returns, and the same numbers computed the slow way."""
+"""A tiny critic, and sequences with values and returns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from padded_update import padded_forward
-from torch import Tensor
-from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
+from update_cases import make_policy, make_recipe
 
-from srtrl.features.critic import Critic, ValueModel
+from srtrl.features.critic import ValueModel
 from srtrl.recipe.schema import Recipe
 from srtrl.types import TrainSequence
 
@@ -38,22 +36,3 @@ def with_random_targets(sequences: Sequence[TrainSequence]) -> list[TrainSequenc
         values, noise = rng.standard_normal((2, len(sequence.rollout_logprobs)))
         filled.append(replace(sequence, values=values.astype(np.float32), returns=(values + noise).astype(np.float32)))
     return filled
-
-
-def make_value_sequences() -> list[TrainSequence]:
-    """Six sequences of three draws with random values and returns; their lengths differ."""
-    return with_random_targets(make_sequences(make_policy()))
-
-
-def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tensor:
-    """The value before each sampled token, [R], by a batch padded on the right."""
-    _, hidden = padded_forward(model.body, sequences)
-    values = hidden @ model.value_head[0]  # [B, longest]
-    responses = [torch.from_numpy(one.targets) - 1 for one in sequences]
-    return torch.cat([row[response] for row, response in zip(values, responses, strict=True)])
-
-
-def make_critic(model: ValueModel, recipe: Recipe) -> tuple[Critic, RecordingSGD]:
-    """A critic that descends plainly, and its optimizer's records."""
-    optimizer = RecordingSGD(model)
-    return Critic(model, optimizer, recipe), optimizer

@@ -29,7 +29,7 @@ RATIO_CAP = 2.0
 
 @dataclass(kw_only=True, frozen=True)
 class Padded:
-    """Sequences padded on the right, [B, L] each."""
+    """Sequences padded on the right, [B, L] each: place l is of token l + 1."""
 
     mask: Tensor
     new: Tensor
@@ -52,48 +52,30 @@ def padded_forward(model: Transformer, sequences: Sequence[TrainSequence]) -> tu
     return token_ids, model(token_ids.flatten(), plan).reshape(*token_ids.shape, -1)
 
 
-def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
-    """Log-probs of each response's tokens and entropies there, [B, L] float64; garbage in the padding and the holes."""
-    token_ids, hidden = padded_forward(policy, sequences)
-    logprobs = torch.log_softmax(policy.logits(hidden).double()[:, :-1] / TEMPERATURE, dim=-1)  # [B, longest - 1, V]
-    chosen = logprobs.gather(2, token_ids[:, 1:, None])[..., 0]  # [B, longest - 1], of token 1, 2, ...
-    longest_response = max(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
-
-    def of_responses(numbers: Tensor) -> Tensor:
-        rows = zip(numbers, sequences, strict=True)
-        padded = [torch.nn.functional.pad(row[one.num_prompt_tokens - 1 :], (0, len(row))) for row, one in rows]
-        return torch.stack([row[:longest_response] for row in padded])
-
-    return of_responses(chosen), of_responses(-(logprobs.exp() * logprobs).sum(-1))
-
-
 def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
     """Everything that a loss needs; `old` are the decoder's log-probs where the sequences have none."""
-    references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
-    olds = [s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs for s in sequences]
-    advantages, mask = spread(sequences, [sequence.advantages for sequence in sequences])
-    new, entropy = padded_logprobs(policy, sequences)
+    token_ids, hidden = padded_forward(policy, sequences)
+    rows = torch.log_softmax(policy.logits(hidden).double()[:, :-1] / TEMPERATURE, dim=-1)  # [B, L, V]
+    chosen = rows.gather(2, token_ids[:, 1:, None])[..., 0]
+
+    def padded(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
+        """Numbers of the sampled tokens at their places, [B, L] float64, and zeros."""
+        numbers = torch.zeros(chosen.shape, dtype=torch.float64)
+        for row, sequence, array in zip(numbers, sequences, arrays, strict=True):
+            if array is not None:
+                row[sequence.targets - 1] = torch.from_numpy(array).double()
+        return numbers
+
+    mask = padded([np.ones(len(one.targets), np.float32) for one in sequences]) > 0
     return Padded(
         mask=mask,
-        new=torch.where(mask, new, 0.0),
-        entropy=entropy,
-        old=spread(sequences, olds)[0],
-        rollout=spread(sequences, [sequence.rollout_logprobs for sequence in sequences])[0],
-        ref=spread(sequences, references)[0],
-        advantages=advantages,
+        new=torch.where(mask, chosen, 0.0),
+        entropy=-(rows.exp() * rows).sum(-1),
+        old=padded([one.rollout_logprobs if one.old_logprobs is None else one.old_logprobs for one in sequences]),
+        rollout=padded([one.rollout_logprobs for one in sequences]),
+        ref=padded([one.ref_logprobs for one in sequences]),
+        advantages=padded([one.advantages for one in sequences]),
     )
-
-
-def spread(sequences: Sequence[TrainSequence], arrays: Sequence[npt.NDArray[np.float32]]) -> tuple[Tensor, Tensor]:
-    """Numbers of the sampled tokens at their places in the responses, [B, L] float64, and the mask of these places."""
-    longest = max(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
-    numbers = torch.zeros(len(sequences), longest, dtype=torch.float64)
-    mask = torch.zeros(numbers.shape, dtype=torch.bool)
-    for row, sequence, array in zip(range(len(sequences)), sequences, arrays, strict=True):
-        for target, number in zip(sequence.targets.tolist(), array.tolist(), strict=True):
-            numbers[row, target - sequence.num_prompt_tokens] = number
-            mask[row, target - sequence.num_prompt_tokens] = True
-    return numbers, mask
 
 
 def ratios(name: str, p: Padded) -> Tensor:
@@ -106,17 +88,21 @@ def ratios(name: str, p: Padded) -> Tensor:
     return (p.new - p.old).exp()
 
 
-def token_losses(name: str, p: Padded, low: float, high: float) -> Tensor:
-    """Loss of each token, [B, L]."""
-    ratio = ratios(name, p)
+def token_losses(name: str, p: Padded, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of each token, and what each clip of the loss marks by metric, [B, L] each."""
     if name == "policy_gradient":
-        return -p.advantages * p.new
-    if name == "cispo":
-        return -ratio.clamp(1 - low, 1 + high).detach() * p.advantages * p.new
-    loss = torch.maximum(-ratio * p.advantages, -ratio.clamp(1 - low, 1 + high) * p.advantages)
+        return -p.advantages * p.new, {}
+    ratio, is_good, is_bad = ratios(name, p), p.advantages > 0, p.advantages < 0
+    is_low, is_high, bounded = ratio < 1 - low, ratio > 1 + high, ratio.clamp(1 - low, 1 + high)
+    if name == "cispo":  # it bounds a weight, of either sign
+        marks = {"clip_share/low": is_low & (is_good | is_bad), "clip_share/high": is_high & (is_good | is_bad)}
+        return -bounded.detach() * p.advantages * p.new, marks
+    loss = torch.maximum(-ratio * p.advantages, -bounded * p.advantages)
+    marks = {"clip_share/low": is_low & is_bad, "clip_share/high": is_high & is_good}
     if name == "dual_clip":
-        loss = torch.where(p.advantages < 0, torch.minimum(loss, -RATIO_CAP * p.advantages), loss)
-    return loss
+        loss = torch.where(is_bad, torch.minimum(loss, -RATIO_CAP * p.advantages), loss)
+        marks["clip_share/dual"] = (ratio > RATIO_CAP) & is_bad
+    return loss, marks
 
 
 def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
@@ -160,23 +146,11 @@ def descend(model: nn.Module, loss: Tensor, rate: float) -> list[Tensor]:
     return gradient
 
 
-def clipped(name: str, p: Padded, low: float, high: float) -> dict[str, Tensor]:
-    """What each clip of the loss marks, [B, L] by metric."""
-    if name == "policy_gradient":
-        return {}
-    ratio, is_good = ratios(name, p).detach(), p.advantages > 0
-    is_low, is_high = ratio < 1 - low, ratio > 1 + high
-    if name == "cispo":  # it bounds a weight, of either sign
-        return {"clip_share/low": is_low & (p.advantages != 0), "clip_share/high": is_high & (p.advantages != 0)}
-    marks = {"clip_share/low": is_low & ~is_good, "clip_share/high": is_high & is_good}
-    return marks | ({"clip_share/dual": (ratio > RATIO_CAP) & ~is_good} if name == "dual_clip" else {})
-
-
 def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float]]]:
     """The loss of a mini-batch with gradient, and the metrics of its tokens. The cap weighs the policy's loss alone."""
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
-    tokens = token_losses(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)
-    metrics = {"entropy": -p.rollout, **clipped(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)}
+    tokens, marks = token_losses(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)
+    metrics = {"entropy": -p.rollout, **marks}
     if algorithm.importance_cap:
         weights = (p.old - p.rollout).exp().clamp(max=algorithm.importance_cap)
         tokens = weights * tokens
@@ -215,8 +189,3 @@ def padded_step(
         **{name: float(np.mean(values)) for name, values in per_token.items()},
     }
     return means, gradients
-
-
-def own_loss(logprobs: Tensor, *_: Tensor, **__: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of a user's own that does not follow the advantage."""
-    return -logprobs, {}

@@ -27,47 +27,42 @@ def test_windows_is_refused_in_a_line() -> None:
     assert result.stderr.strip().endswith("ImportError: srtrl needs Linux or macOS; on Windows it runs in WSL2")
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_gpus_of_amd_are_refused(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_or_sharding_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
+        build.shard_model(tiny_policy(), make_recipe(tmp_path, tmp_path, train__sharding="fsdp2"))
     monkeypatch.setattr(torch.version, "hip", "6.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"device: .*AMD.*8\.0 or newer; use device=cpu"):
-        build.choose_device(make_recipe(tmp_path, tmp_path, device=device))
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=r"device: .*AMD.*8\.0 or newer; use device=cpu"):
+            build.choose_device(make_recipe(tmp_path, tmp_path, device=device))
     assert build.choose_device(make_recipe(tmp_path, tmp_path, device="cpu")) == torch.device("cpu")
 
 
-def test_one_process_does_not_shard_weights(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
-        build.shard_model(tiny_policy(), make_recipe(tmp_path, tmp_path, train__sharding="fsdp2"))
+def test_a_machine_without_a_compiler_is_refused_before_the_first_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(compiler, "which", {"gcc": "gcc"}.get)
+    with pytest.raises(ValueError, match=r"needs .*Python.h.*apt-get install gcc python3-dev.*device=cpu"):
+        compiler.check_triton()
+    (tmp_path / "Python.h").touch()
+    for name in ("gcc", "clang"):
+        monkeypatch.setattr(compiler, "which", {name: name}.get)
+        compiler.check_triton()
+    monkeypatch.setattr(compiler, "which", {}.get)
+    with pytest.raises(ValueError, match=r"needs .*a C compiler"):
+        compiler.check_triton()
 
 
 @pytest.mark.parametrize(
-    ("compilers", "headers", "named"),
-    [({"gcc"}, False, "Python.h"), (set(), True, "a C compiler"), ({"clang"}, True, None), ({"gcc"}, True, None)],
+    "given",
+    [
+        {},
+        {"MKL_CBWR": "COMPATIBLE", "PYTORCH_CUDA_ALLOC_CONF": "a", "GOMP_SPINCOUNT": "7"},
+        {"MKL_CBWR": "", "PYTORCH_ALLOC_CONF": "b", "OMP_WAIT_POLICY": "active"},
+    ],
 )
-def test_a_machine_without_a_compiler_is_refused_before_the_first_rollout(
-    compilers: set[str], headers: bool, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiler, "which", lambda name: name if name in compilers else None)
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    if headers:
-        (tmp_path / "Python.h").touch()
-    if named is None:
-        compiler.check_triton()
-        return
-    with pytest.raises(ValueError, match=f"needs .*{named}.*apt-get install gcc python3-dev.*device=cpu"):
-        compiler.check_triton()
-
-
-USERS: list[dict[str, str]] = [
-    {},
-    {"MKL_CBWR": "COMPATIBLE", "PYTORCH_CUDA_ALLOC_CONF": "a", "GOMP_SPINCOUNT": "7"},
-    {"MKL_CBWR": "", "PYTORCH_ALLOC_CONF": "b", "OMP_WAIT_POLICY": "active"},
-]
-
-
-@pytest.mark.parametrize("given", USERS)
 def test_variables_of_libraries_are_set_unless_the_user_has(
     given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,17 +117,13 @@ def test_compiled_kernels_have_a_folder_for_their_source(
     assert cache_folders()["NUMBA_CACHE_DIR"] == str(folder), "the same in a worker and in the next process"
 
 
-@pytest.mark.parametrize(
-    ("folder", "expected"), [(".", True), ("not/there/yet", True), ("~", False), ("read_only/below", False)]
-)
-def test_a_folder_is_writable_where_it_can_be_made(
-    folder: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_writable_where_it_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The home of a user whom the machine does not know is `~`: no folder."""
     (tmp_path / "read_only").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, _: path.name != "read_only")
-    assert caches.is_writable(Path(folder) if folder == "~" else tmp_path / folder) == expected
+    found = [caches.is_writable(tmp_path / folder) for folder in (".", "not/there/yet", "read_only/below")]
+    assert [*found, caches.is_writable(Path("~"))] == [True, True, False, False]
 
 
 KERNEL = """

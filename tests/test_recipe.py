@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import MINIMAL
+from test_bad_input import parsed
 
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.file import FOREIGN_NAMES, RecipeError, dump_recipe, load_recipe, read_source, read_yaml
@@ -58,27 +59,9 @@ def test_reads_values_defaults_and_overrides(recipe_file: Path) -> None:
         assert load_recipe(with_line(recipe_file, f"  learning_rate: {text}")).train.learning_rate == 1e-6
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("  learning_rat: 1", "13: train.learning_rat: unknown key, did you mean `learning_rate`?"),
-        ("  slots: 3", "13: train.slots: unknown key, did you mean `rollout.slots`?"),
-        ("modle: {}", "13: modle: unknown key, did you mean `model`?"),
-        ("  mini_batch_prompts: '4'", '13: train.mini_batch_prompts: should be a valid integer, found "4"'),
-        ("  learning_rate: .nan", "13: train.learning_rate: should be a finite number, found NaN"),
-        ("  betas: [0.9, 1]", "13: train.betas.1: should be less than 1, found 1"),
-        ("eval:", "13: eval: should be a section (key: value), found null"),
-        ("rewards:\n- {weight: 2}", "14: rewards.0.name: is missing (A function in `srtrl/tasks/rewards.py`, or "),
-        ("  num_steps: 4", '13:3: not valid YAML: while constructing a mapping, found duplicate key "num_steps" with'),
-        ("  1: 4", "13: train.1: should be a text (quote it if it looks like a number), found 1"),
-        ("rewards: &a [*a]", "13:10: not valid YAML: an anchor (&a) is not supported: write the value out"),
-        ("  x: !!python/object/apply:os.system [ls]", "13:6: not valid YAML: could not determine a constructor for "),
-        (f"seed: {2**63}", "13: seed: should be less than 9223372036854775808, found 9223372036854775808"),
-        ("output_dir: null", "13: output_dir: should be a text (quote it if it looks like a number), found null"),
-    ],
-)
+@pytest.mark.parametrize(("line", "error"), parsed("lines"))
 def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str, error: str) -> None:
-    (found,) = errors_of(with_line(recipe_file, line))
+    (found,) = errors_of(with_line(recipe_file, line.replace("\\n", "\n")))
     assert found.startswith(f"recipe.yaml:{error}")
 
 

@@ -1,7 +1,7 @@
 """The transformer and the packed plan against `transformers` and against written-out references."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +12,7 @@ from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, r
 from plain_kernels import packed_attention_reference
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -21,7 +21,7 @@ from update_cases import random_shares
 from srtrl.model.attention import Gather, PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
-from srtrl.model.weights import init_model, named_tensors
+from srtrl.model.weights import init_model, load_model, named_tensors, save_model
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
 WIDE = Style(wide_norms=True)
@@ -40,9 +40,22 @@ class RowPlan:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_packed_logits_and_gradients_equal_transformers(case: ModelCase, tmp_path: Path) -> None:
+def test_logits_gradients_and_saved_files_are_those_of_transformers(case: ModelCase, tmp_path: Path) -> None:
     hf_model = make_hf_model(case, torch.float64)
-    model = load_ours(hf_model, tmp_path, torch.float64)
+    is_sharded = "-bias" in case.name
+    model = load_ours(hf_model, tmp_path / "hf", torch.float64, 3000 if is_sharded else 10**9)
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == is_sharded
+    save_model(model, tmp_path / "ours")
+    loading: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    loaded, info = loading
+    assert not any(info.values()), info  # no missing, unexpected or mismatched keys
+    for (name, tensor), (other, same) in zip(loaded.named_parameters(), hf_model.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(tensor, same)
+    again = load_model(tmp_path / "ours", dtype=torch.float64, device="cpu")
+    assert again.config == model.config
+    assert all(torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True))
+
     sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
     targets = torch.cat(random_sequences(case.fields["vocab_size"], LENGTHS, seed=1))
     expected = hf_logits(hf_model, sequences)
@@ -74,31 +87,21 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
+def test_norms_round_as_transformers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(50, 6, 12, generator=generator).to(dtype)
-    norm = LlamaRMSNorm(12, eps=1e-5).to(dtype)
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(12, generator=generator))
-        assert torch.equal(rms_norm(heads, norm.weight, 1e-5), norm(heads))
-
-    for make_norm, style in ((Olmo2RMSNorm, WIDE), (Gemma3RMSNorm, WIDE._replace(norm_offset=1.0))):
-        wide = make_norm(12, eps=1e-5).to(dtype)
-        wide.load_state_dict(norm.state_dict())
-        assert torch.equal(rms_norm(heads, norm.weight, 1e-5, style), wide(heads))
-
-    hf_config = LlamaConfig(hidden_size=72, num_attention_heads=6, head_dim=12)
-    positions = torch.arange(50) * 7
-    rope = config_from_hf(hf_config.to_dict()).layers[0].rope
-    cosines, sines = RotaryTable(rope, 12, LLAMA).rows(positions, 344, dtype)
-    hf_cosines, hf_sines = LlamaRotaryEmbedding(hf_config)(heads, positions[None])
-    expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
-    assert torch.equal(rotate(heads, cosines, sines, 12), expected)
+    weight = torch.randn(12, generator=generator).to(dtype)
+    styles = {LlamaRMSNorm: LLAMA, Olmo2RMSNorm: WIDE, Gemma3RMSNorm: WIDE._replace(norm_offset=1.0)}
+    for make_norm, style in styles.items():
+        norm = make_norm(12, eps=1e-5).to(dtype)
+        norm.load_state_dict({"weight": weight})
+        assert torch.equal(rms_norm(heads, weight, 1e-5, style), norm(heads))
 
 
 LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "rope",
     [
@@ -108,18 +111,18 @@ LLAMA3_FACTORS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rotary_table_equals_transformers_at_real_sizes(rope: dict[str, float | str]) -> None:
+def test_rotation_equals_transformers_at_real_sizes(rope: dict[str, float | str], dtype: torch.dtype) -> None:
     hf_config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope)
     rope_config = config_from_hf(hf_config.to_dict()).layers[0].rope
     rotary = LlamaRotaryEmbedding(hf_config)
     assert rope_config.frequencies == tuple(rotary.inv_freq.tolist())
     table = RotaryTable(rope_config, 64, LLAMA)
     for positions in (torch.arange(40), torch.arange(9000), torch.arange(300, 500)):  # grows once, then is reused
-        cosines, sines = table.rows(positions, int(positions[-1]) + 1, torch.float32)
-        hf_cosines, hf_sines = rotary(torch.zeros(()), positions[None])
-        assert torch.equal(cosines[:, 0], hf_cosines[0])
-        assert torch.equal(sines[:, 0, 32:], hf_sines[0, :, 32:])
-        assert torch.equal(sines[:, 0, :32], -hf_sines[0, :, :32])
+        heads = torch.randn(len(positions), 2, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        cosines, sines = table.rows(positions, int(positions[-1]) + 1, dtype)
+        hf_cosines, hf_sines = rotary(heads, positions[None])
+        expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
+        assert torch.equal(rotate(heads, cosines, sines, 64), expected)
 
 
 def _small_model(dtype: torch.dtype = torch.float32) -> Transformer:

@@ -24,45 +24,23 @@ MAX_NEW_TOKENS = 11
 NUM_SEQUENCES = 8
 
 
-@dataclass
-class Case:
-    """One of TRL's settings, and the names here that mean the same."""
-
-    loss_type: str
-    loss: str
-    reduction: str
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    """TRL's; of CISPO it is the greatest weight itself."""
-    level: str = "token"
-    beta: float = 0.0
-    delta: float | None = None
-    spread: float = 0.4
-    importance: bool = False
-
-    @property
-    def clip(self) -> dict[str, float]:
-        if self.loss == "cispo":
-            return {"clip_low": 1.0, "clip_high": self.epsilon_high - 1}
-        return {"clip_low": self.epsilon_low, "clip_high": self.epsilon_high}
-
-    @property
-    def options(self) -> dict[str, float]:
-        return {} if self.delta is None else {"ratio_cap": self.delta}
-
-
-CASES = {
-    "grpo": Case("grpo", "ppo_clip", "sequence_mean_token_mean", beta=0.04),
-    "dr_grpo": Case("dr_grpo", "ppo_clip", "sequence_mean_token_sum_norm"),
-    "dapo": Case("dapo", "ppo_clip", "token_mean", epsilon_high=0.28),
-    "gspo": Case("grpo", "gspo", "sequence_mean_token_mean", 3e-2, 4e-2, level="sequence"),
-    "gspo as published": Case("grpo", "gspo", "sequence_mean_token_mean", 3e-4, 4e-4, level="sequence", spread=1e-3),
-    "gspo_token": Case("grpo", "gspo_token", "sequence_mean_token_mean", 3e-2, 4e-2, level="sequence"),
-    "cispo": Case("cispo", "cispo", "token_mean", epsilon_high=1.5),
-    "cispo, ScaleRL": Case("cispo", "cispo", "token_mean", epsilon_high=5.0, spread=1.5),
-    "dual clip": Case("dapo", "dual_clip", "token_mean", delta=1.8, spread=1.0),
-    "KL and importance": Case("dapo", "ppo_clip", "token_mean", beta=0.1, importance=True),
+CAP = 1.1
+"""Of the importance weights."""
+DAPO, CISPO, SEQUENCE = {"loss_type": "dapo"}, {"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}
+NARROW = SEQUENCE | {"epsilon_low": 3e-2, "epsilon_high": 4e-2}
+CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "grpo": ("ppo_clip", "sequence_mean_token_mean", {"beta": 0.04}, 0.4),
+    "dr_grpo": ("ppo_clip", "sequence_mean_token_sum_norm", {"loss_type": "dr_grpo"}, 0.4),
+    "dapo": ("ppo_clip", "token_mean", DAPO | {"epsilon_high": 0.28}, 0.4),
+    "gspo": ("gspo", "sequence_mean_token_mean", NARROW, 0.4),
+    "as published": ("gspo", "sequence_mean_token_mean", SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}, 1e-3),
+    "gspo_token": ("gspo_token", "sequence_mean_token_mean", NARROW, 0.4),
+    "cispo": ("cispo", "token_mean", CISPO | {"epsilon_high": 1.5}, 0.4),
+    "cispo, ScaleRL": ("cispo", "token_mean", CISPO | {"epsilon_high": 5.0}, 1.5),
+    "dual clip": ("dual_clip", "token_mean", DAPO | {"delta": 1.8}, 1.0),
+    "KL and importance": ("ppo_clip", "token_mean", DAPO | {"beta": 0.1, "use_vllm": True}, 0.4),
 }
+"""Our loss and reduction, TRL's settings that mean the same, and how far the policy has moved."""
 
 
 @dataclass
@@ -81,7 +59,7 @@ def trl_module(name: str) -> Any:
     return pytest.importorskip(f"trl.trainer.{name}", reason="TRL is not installed: pip install 'trl>=1.0'")
 
 
-def numbers_of(case: Case) -> Numbers:
+def numbers_of(spread: float) -> Numbers:
     generator = np.random.default_rng(0)
     lengths = [5, 1, 9, 3, 7, 2, 8, 4]
     old = [generator.uniform(-4.0, -0.05, length) for length in lengths]
@@ -90,31 +68,33 @@ def numbers_of(case: Case) -> Numbers:
         return [row + spread * generator.standard_normal(len(row)) for row in rows]
 
     advantages = torch.from_numpy(generator.standard_normal(len(lengths)))
-    return Numbers(near(old, case.spread), old, near(old, 0.5), near(old, 0.1), advantages)
+    return Numbers(near(old, spread), old, near(old, 0.5), near(old, 0.1), advantages)
 
 
-def stand_in(case: Case, logprobs: Tensor, num_micro_batches: int) -> SimpleNamespace:
+def stand_in(logprobs: Tensor, num_micro_batches: int, **settings: Any) -> SimpleNamespace:
     """What `_compute_loss` reads of its trainer; `logprobs` [B, L] are what the model would give."""
-    return SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-        loss_type=case.loss_type,
-        importance_sampling_level=case.level,
-        epsilon_low=case.epsilon_low,
-        epsilon_high=case.epsilon_high,
-        beta=case.beta,
-        use_vllm=case.importance,
-        vllm_importance_sampling_correction=case.importance,
-        max_completion_length=MAX_NEW_TOKENS,
-        current_gradient_accumulation_steps=num_micro_batches,
-        args=SimpleNamespace(delta=case.delta, use_bias_correction_kl=False, steps_per_generation=num_micro_batches),
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        _entropy_bonus_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-    )
+    fields = {
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "max_completion_length": MAX_NEW_TOKENS,
+        "current_gradient_accumulation_steps": num_micro_batches,
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "_entropy_bonus_enabled": False,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+    }
+    args = {"delta": settings.pop("delta", None), "use_bias_correction_kl": False}
+    fields["args"] = SimpleNamespace(**args, steps_per_generation=num_micro_batches)
+    return SimpleNamespace(**fields | settings)
 
 
 def trl_tokens(mask: Tensor) -> dict[str, Tensor]:
@@ -125,7 +105,7 @@ def trl_tokens(mask: Tensor) -> dict[str, Tensor]:
 
 
 def trl_loss(
-    module: Any, case: Case, numbers: Numbers, rows: slice, num_micro_batches: int
+    module: Any, settings: dict[str, Any], numbers: Numbers, rows: slice, num_micro_batches: int
 ) -> tuple[Tensor, Tensor, dict[str, list[float]]]:
     """Loss of a micro-batch by TRL, its gradient [R], and TRL's metrics."""
     new, mask = padded(numbers.new[rows], padding=-1.0)
@@ -134,52 +114,57 @@ def trl_loss(
     inputs = trl_tokens(mask) | {
         "old_per_token_logps": old,
         "ref_per_token_logps": padded(numbers.ref[rows], padding=-0.5)[0],
-        "importance_sampling_ratio": torch.exp(old - padded(numbers.decoder[rows])[0]).clamp(max=1.1),
+        "importance_sampling_ratio": torch.exp(old - padded(numbers.decoder[rows])[0]).clamp(max=CAP),
         "advantages": numbers.advantages[rows],
         "num_items_in_batch": torch.tensor(float(sum(map(len, numbers.new)))),
     }
-    trainer = stand_in(case, new, num_micro_batches)
+    trainer = stand_in(new, num_micro_batches, **settings)
     loss = module.GRPOTrainer._compute_loss(trainer, None, inputs)
     gradient = torch.autograd.grad(loss, new)[0]
     assert bool((gradient[~mask] == 0).all())
     return loss.detach(), gradient[mask], trainer._metrics["train"]
 
 
-def our_loss(case: Case, numbers: Numbers, rows: slice) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def our_loss(
+    loss: str, reduction: str, settings: dict[str, Any], numbers: Numbers, rows: slice
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The same with the functions that a recipe would name; `rows` of the mini-batch are the micro-batch."""
     lengths = torch.tensor([len(row) for row in numbers.new])
-    sequence_index = torch.arange(len(lengths))[rows].repeat_interleave(lengths[rows])
+    index = torch.arange(len(lengths))[rows].repeat_interleave(lengths[rows])
     new, old, ref, decoder = (
         torch.from_numpy(np.concatenate(values[rows]))
         for values in (numbers.new, numbers.old, numbers.ref, numbers.decoder)
     )
     new.requires_grad_()
-    loss = resolve_part("algorithm.loss", case.loss)
-    token_loss, metrics = loss(
-        new, old, numbers.advantages[sequence_index], sequence_index, **case.clip, **case.options
-    )
-    if case.importance:
-        token_loss = token_loss * truncated_weights(old, decoder, cap=1.1)
-    if case.beta:
-        token_loss = token_loss + case.beta * k3(new, ref)
-    reduced = resolve_part("algorithm.reduction", case.reduction)(
-        token_loss, sequence_index, sequence_lengths=lengths, max_new_tokens=MAX_NEW_TOKENS
+    low, high = settings.get("epsilon_low", 0.2), settings.get("epsilon_high", 0.2)
+    if loss == "cispo":  # TRL's epsilon_high is the greatest weight itself
+        low, high = 1.0, high - 1
+    options = {"ratio_cap": settings["delta"]} if "delta" in settings else {}
+    function = resolve_part("algorithm.loss", loss)
+    token_loss, metrics = function(new, old, numbers.advantages[index], index, clip_low=low, clip_high=high, **options)
+    if settings.get("use_vllm"):
+        token_loss = token_loss * truncated_weights(old, decoder, cap=CAP)
+    if settings.get("beta"):
+        token_loss = token_loss + settings["beta"] * k3(new, ref)
+    reduced = resolve_part("algorithm.reduction", reduction)(
+        token_loss, index, sequence_lengths=lengths, max_new_tokens=MAX_NEW_TOKENS
     )
     return reduced.detach(), torch.autograd.grad(reduced, new)[0], metrics
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_loss_and_gradient_equal_trl(case: Case, num_micro_batches: int) -> None:
-    numbers, module = numbers_of(case), trl_module("grpo_trainer")
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_equal_trl(case: str, num_micro_batches: int) -> None:
+    loss, reduction, settings, spread = CASES[case]
+    numbers, module = numbers_of(spread), trl_module("grpo_trainer")
     size = NUM_SEQUENCES // num_micro_batches
     micro_batches = [slice(first, first + size) for first in range(0, NUM_SEQUENCES, size)]
-    theirs = [trl_loss(module, case, numbers, rows, num_micro_batches) for rows in micro_batches]
-    ours = [our_loss(case, numbers, rows) for rows in micro_batches]
+    theirs = [trl_loss(module, settings, numbers, rows, num_micro_batches) for rows in micro_batches]
+    ours = [our_loss(loss, reduction, settings, numbers, rows) for rows in micro_batches]
     their_gradient, our_gradient = (torch.cat([gradient for _, gradient, _ in parts]) for parts in (theirs, ours))
     assert their_gradient.abs().max() > 1e-3
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-9, atol=1e-12)
-    if case.loss == "ppo_clip" and num_micro_batches == 1:
+    if loss == "ppo_clip" and num_micro_batches == 1:
         for side in ("low", "high"):
             share = ours[0][2][f"clip_share/{side}"].mean().item()
             assert share > 0
@@ -190,13 +175,10 @@ def test_loss_and_gradient_equal_trl(case: Case, num_micro_batches: int) -> None
 
 def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
     """TRL's RLOO takes the ratio of whole responses; on the policy that sampled its gradient is REINFORCE's."""
-    case = Case("", "policy_gradient", "sequence_mean_token_sum")
-    numbers = numbers_of(case)
-    numbers.new = numbers.old
+    numbers = numbers_of(0.0)
     new, mask = padded(numbers.new)
     new.requires_grad_()
-    old = (new.detach() * mask).sum(1)
-    inputs = trl_tokens(mask) | {"old_logps": old, "advantages": numbers.advantages}
-    loss = trl_module("rloo_trainer").RLOOTrainer._compute_loss(stand_in(case, new, 1), None, inputs)
-    _, our_gradient, _ = our_loss(case, numbers, slice(0, NUM_SEQUENCES))
+    inputs = trl_tokens(mask) | {"old_logps": (new.detach() * mask).sum(1), "advantages": numbers.advantages}
+    loss = trl_module("rloo_trainer").RLOOTrainer._compute_loss(stand_in(new, 1), None, inputs)
+    _, our_gradient, _ = our_loss("policy_gradient", "sequence_mean_token_sum", {}, numbers, slice(0, NUM_SEQUENCES))
     torch.testing.assert_close(our_gradient, torch.autograd.grad(loss, new)[0][mask], rtol=1e-12, atol=1e-14)
