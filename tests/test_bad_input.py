@@ -62,7 +62,6 @@ FLAWED = """
 from srtrl.algorithms.advantages import token_level
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.recipe.schema import Section
 from srtrl.tasks.base import TaskBase
 from srtrl.tasks.reward_input import batched
 
@@ -99,10 +98,6 @@ def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return
 async def marked(samples): return [1.0 for _ in samples]
 
 class Bare: pass
-class Slim:
-    Options = Section
-    check_options = staticmethod(print)
-    def __init__(self, options, *, tokenizer, max_prompt_tokens): pass
 class Short(TaskBase):
     def __init__(self, options, tokenizer): pass
 class Silent(TaskBase): pass
