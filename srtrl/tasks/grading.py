@@ -29,7 +29,7 @@ from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
-from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, Worker, WorkerPool
+from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, GradingWorker, WorkerPool
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
     VERIFIED_OUTCOMES,
@@ -116,7 +116,7 @@ class Grader:
         self._num_threads = restore_process("this program")
         if self._isolated.modules:
             limits = self._grading
-            workers = [Worker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
+            workers = [GradingWorker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
