@@ -185,6 +185,8 @@ def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: C
     assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused
     assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0
     assert_same_run(run, finished())
+    texts = [folder / LAST / "rollouts_train.safetensors" for folder in (run, finished())]
+    assert len({file.stat().st_size for file in texts}) == 1, "drafts go on with all that they had"
     damage(run, "cut", "rollouts/step_000002.parquet")
     result = call("train", run, "--resume")
     assert result.exit_code == 0
