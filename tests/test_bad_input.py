@@ -63,7 +63,7 @@ from srtrl.algorithms.advantages import token_level
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.reward_input import batched
+from srtrl.tasks.reward_input import batched, isolated
 
 def only_loss(logprobs, *_, **__): return -logprobs
 def float_metric(logprobs, *_, **__): return -logprobs, {"mine": 0.5}
@@ -96,6 +96,10 @@ def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return
 
 @batched
 async def marked(samples): return [1.0 for _ in samples]
+
+@isolated
+@batched
+def both_marks(samples): return [1.0 for _ in samples]
 
 class Bare: pass
 class Short(TaskBase):
