@@ -1,30 +1,27 @@
 """Conversations by hand: limits in their order, formats, errors, time, the record; the calculator."""
 
+import asyncio
 import json
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from environment_cases import (
     END,
     PROMPT,
     TOKENIZER,
-    AsyncEcho,
     BrokenAtStart,
-    Echo,
-    HastyEcho,
     OneTool,
-    Serial,
-    Stuck,
-    Unusable,
     Upper,
     answers_of,
     ask,
@@ -37,7 +34,7 @@ from hypothesis import strategies as st
 from task_cases import wait_until
 from transformers import PreTrainedTokenizerBase
 
-from srtrl.environments.base import EnvironmentBase, Messages
+from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
 from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
@@ -45,10 +42,399 @@ from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
-from srtrl.recipe.schema import EnvironmentSection
+from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.resolve import warn_once
 from srtrl.rollout.turns import Answer
 from srtrl.types import Conversation, Prompt
+
+
+class Echo(EnvironmentBase):
+    """Repeats the turn; counts what it has heard; "stop" ends, and text after "raise" is raised."""
+
+    num_open = 0
+
+    def __init__(self, options: Section, shared: Any) -> None:
+        super().__init__(options, shared)
+        self.num_heard = 0
+        type(self).num_open += 1
+
+    def step(self, turn: Turn) -> Step:
+        self.num_heard += 1
+        if turn.text.startswith("raise"):
+            raise RuntimeError(turn.text)
+        said = {"observation": f"{self.num_heard}:{turn.text}", "metrics": {"heard": self.num_heard}}
+        return Step(**said, is_done=turn.text == "stop", reward=1.0, stop_reason="told")  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        type(self).num_open -= 1
+
+
+class Greeting(Echo):
+    """Begins with a message."""
+
+    seen: ClassVar[list[Prompt]] = []
+
+    def start(self, prompt: Prompt) -> Messages:
+        self.seen.append(prompt)
+        return [{"role": "user", "content": f"hello {prompt.prompt_id}"}]
+
+
+is_free = threading.Event()
+
+
+def hang(*_: object) -> None:
+    is_free.wait(60)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+NAMES = {"Step": Step, "fail": fail, "hang": hang, "np": np, "sys": sys, "time": time}
+
+
+class Evaluates(EnvironmentBase):
+    """Answers a turn by its value as Python: any mistake of an author."""
+
+    timeout_seconds = 0.5
+
+    def step(self, turn: Turn) -> Any:
+        return eval(turn.text, NAMES)
+
+    def close(self) -> None:
+        raise RuntimeError("close")
+
+
+class EvaluatesLater(EnvironmentBase):
+    """The same in the event loop."""
+
+    async def step(self, turn: Turn) -> Any:
+        await asyncio.sleep(0.01)
+        return eval(turn.text, NAMES)
+
+
+def talk(environment: type[EnvironmentBase], tokenizer: Any = TOKENIZER, **section: Any) -> EnvironmentTurns:
+    return EnvironmentTurns(section_of(environment, **section), tokenizer)
+
+
+def ending_of(answer: Answer) -> Conversation:
+    assert answer.extension == []
+    assert answer.conversation is not None
+    return answer.conversation
+
+
+def try_out(environment: type[EnvironmentBase], prompt: Prompt = PROMPT) -> None:
+    with talk(environment) as conversations:
+        conversations.started(prompt, 100)
+        conversations.try_environment(prompt)
+
+
+def test_a_conversation_from_the_first_turn_to_the_last() -> None:
+    with talk(Echo) as conversations:
+        first = completion_of([*encode("abc"), END])
+        answer = ask(conversations, first)
+        assert (answer.conversation, answer.extension) == (None, encode("1:abc"))
+        found = ending_of(ask(conversations, completion_of(encode("stop"), first, answer.extension)))
+        assert found.segments == (("model", 3 + 1), ("observation", len(encode("1:abc"))), ("model", 4))
+        assert (found.stop_reason, found.num_turns, found.reward) == ("told", 2, 2.0)
+        assert found.metrics == (("heard", 1), ("heard", 2))
+        assert len(found.tool_seconds) == 2
+    try_out(Echo)
+    try_out(EvaluatesLater, replace(PROMPT, answer="Step()"))
+    assert Echo.num_open == 0
+
+
+def test_a_long_observation_loses_its_middle_by_tokens() -> None:
+    with talk(Echo, max_observation_tokens=40) as conversations:
+        said = "".join(str(i % 10) for i in range(100))
+        whole = encode(f"1:{said}")
+        extension = ask(conversations, completion_of(encode(said))).extension
+        assert len(extension) == 40
+        assert f"[... {len(whole) - 40} tokens left out ...]" in TOKENIZER.decode(extension)
+        assert (extension[:4], extension[-4:]) == (whole[:4], whole[-4:])
+
+
+# --- Mistakes of an author --------------------------------------------------------------------------------------------
+
+NO_LIMIT = "must be a number above 0 and below 1e9"
+NO_STEP = "error: TypeError: Step: {} must be text, found "
+TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
+    (Echo, "stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
+    (Echo, "abc", {"max_turns": 1}, "turns"),
+    (Echo, "abc", {"max_new_tokens": 8}, "observation"),
+    (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
+    (Evaluates, "time.sleep(2)", {}, "time"),
+    (Evaluates, "Step(is_done=np.True_, reward=np.float32(1), metrics={'a': np.int64(2)})", {}, "done"),
+    (Echo, "<|endo/ftext|>", {}, r"1:<\|endoftext\|>$"),  # as ordinary tokens
+    (EvaluatesLater, "Step(observation='abc')", {}, r"abc$"),
+    (Evaluates, "'no step'", {}, r"error: TypeError: .*must return a Step, found 'no step'"),
+    (Evaluates, "Step(reward=1e999)", {}, r"error: ValueError: .*a finite number, it returned inf"),
+    (Evaluates, "Step(metrics={'a': 'b'})", {}, r"error: ValueError: .*environment: a.*'b'"),
+    (Evaluates, "Step(observation=3)", {}, r"error: TypeError: "),
+    (Evaluates, "Step(observation=['a', None])", {}, NO_STEP.format("observation") + r"\['a', None\]"),
+    (Evaluates, "Step(outcomes='ok')", {}, NO_STEP.format("outcomes") + "'ok'"),
+    (Evaluates, "Step(observation=(t for t in 'ab'))", {}, NO_STEP.format("observation") + "<generator object"),
+    (Evaluates, "Step(outcomes={'ok'})", {}, NO_STEP.format("outcomes") + r"\{'ok'\}"),
+    (Evaluates, "Step(stop_reason=None)", {}, NO_STEP.format("stop_reason") + "None"),
+    (Evaluates, "sys.exit(0)", {}, r"error: SystemExit: 0"),
+    (Evaluates, "fail(KeyboardInterrupt())", {}, r"error: KeyboardInterrupt"),
+    (EvaluatesLater, "fail(KeyboardInterrupt())", {}, r"error: KeyboardInterrupt"),
+    (Evaluates, "{}['what']", {}, r"error: KeyError: 'what'"),
+    (BrokenAtStart, "a", {}, r"error: RuntimeError: no such game"),
+]
+"""Environment, turn (`/` between texts that are tokenised apart), limits; stop reason or observation."""
+
+
+@pytest.mark.parametrize(("environment", "turn", "limits", "expected"), TURNS)
+def test_limits_have_names_and_mistakes_of_an_author_are_texts(
+    environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], expected: str
+) -> None:
+    """The run goes on; a mistake in the first turn that is tried is named before it."""
+    section = {key: limits[key] for key in limits.keys() & EnvironmentSection.model_fields}
+    others = {key: limits[key] for key in limits.keys() - section}
+    token_ids = [token for part in turn.split("/") for token in encode(part)]
+    with talk(environment, **section) as conversations:
+        answer = ask(conversations, completion_of(token_ids, **others))
+    if answer.conversation is not None:
+        assert ending_of(answer).stop_reason == expected
+        if expected == "done":
+            assert (answer.conversation.reward, answer.conversation.metrics) == (1.0, (("a", 2.0),))
+        return
+    assert END not in answer.extension
+    assert re.match(expected, str(TOKENIZER.decode(answer.extension)))
+    if expected.startswith("error: "):
+        message = rf"rollout\.environment: .* raised {expected.removeprefix('error: ')}"
+        with pytest.raises(ValueError, match=message):
+            try_out(environment, replace(PROMPT, answer=turn))
+
+
+def raises(*_: object) -> None:
+    raise ArithmeticError("no")
+
+
+def returns(value: object) -> Callable[..., object]:
+    return lambda *_: value
+
+
+RAISED = r"`{}` of \S*:Echo raised (Arith|Type)\w*Error: "
+NO_MESSAGES = r"`start` of \S*Echo, called with prompt .*(must return a list of|not iterable)"
+MEMBERS: list[tuple[str, list[Any], str]] = [
+    ("timeout_seconds", ["x", None, 0, -1.0, math.nan, [], 1e300], NO_LIMIT),
+    ("tools", [None, "x", 3, [{"name": "a"}]], "tools must be a list of Tool, found"),
+    ("Options", [None, dict, "x"], "Options must be a subclass of Section, found"),
+    ("max_parallel", [returns(it) for it in (0, -1, "x", 1.5, b"")], "must return an integer from 1 on"),
+    ("max_parallel", [raises, None, lambda: 3], RAISED.format("max_parallel")),
+    ("open", [returns(None), returns(3), raises, 4], RAISED.format("open")),
+    ("start", [returns(it) for it in ("a text", [5], 5, [["role", "user"]])], NO_MESSAGES),
+]
+"""A member, values that do not fit, and what is said."""
+
+
+@pytest.mark.parametrize(("member", "values", "message"), MEMBERS)
+def test_mistakes_in_a_class_are_named_before_the_run(
+    member: str, values: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in values:
+        monkeypatch.setattr(Echo, member, value)
+        with pytest.raises(ValueError, match=rf"rollout\.environment: .*{message}"):
+            try_out(Echo)
+
+
+def test_an_answer_that_cannot_be_continued_or_a_format_that_does_not_fit_is_refused() -> None:
+    with (
+        talk(Evaluates) as conversations,
+        pytest.raises(ValueError, match="answered with an empty text, and the format text"),
+    ):
+        ask(conversations, completion_of(encode("Step()")))
+    with pytest.raises(ValueError, match="is for one tool, the environment has 2"):
+        talk(Upper, format="code_tags")
+
+
+@pytest.mark.parametrize("environment", [Evaluates, EvaluatesLater])
+def test_an_environment_that_raises_ends_the_run_only_where_it_always_does(environment: type[EnvironmentBase]) -> None:
+    with talk(environment, max_turns=1) as conversations:
+        for sample, said in enumerate(("fail(RuntimeError('this'))", "{}['that']")):
+            assert ending_of(ask(conversations, completion_of(encode(said), sample=sample))).outcomes == ("raised",)
+        with pytest.raises(ValueError, match=r"(?s)step 3: the environment .* in each of 2 samples.*Error: this"):
+            conversations.check_not_all_raised("step 3")
+        ask(conversations, completion_of(encode("Step(observation='fine')"), sample=2))
+        conversations.check_not_all_raised("step 3")
+        conversations.use_record(None)
+        conversations.check_not_all_raised("step 4")
+
+
+# --- What hangs -------------------------------------------------------------------------------------------------------
+
+
+class Quick(EnvironmentBase):
+    """Its methods return at once, but for one that a test replaces."""
+
+    timeout_seconds = 0.5
+
+    def step(self, turn: Turn) -> Any:
+        return Step(is_done=True, reward=1.0)
+
+
+async def block(*_: object) -> None:
+    hang()
+
+
+async def sleep(*_: object) -> None:
+    await asyncio.sleep(60)
+
+
+def end_late(options: Section) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.callback(hang)
+    return stack
+
+
+HANGS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "init": ("__init__", hang, ""),
+    "start": ("start", hang, ""),
+    "step": ("step", hang, ""),
+    "async step": ("step", block, ""),
+    "async wait": ("step", sleep, ""),
+    "replay": ("replay", hang, ""),
+    "open": ("open", hang, "`open` of"),
+    "max_parallel": ("max_parallel", hang, "`max_parallel` of"),
+    "close": ("close", hang, "`close` of"),
+    "end": ("open", end_late, "the end of `open` of"),
+}
+"""Where it hangs -> the method, what is there, and how that is named."""
+
+
+@pytest.fixture
+def stuck(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`Quick` hangs there."""
+    warn_once.cache_clear()
+    is_free.clear()
+    if where:
+        method, function, _ = HANGS[where]
+        monkeypatch.setattr(Quick, method, function)
+    yield
+    is_free.set()
+
+
+@pytest.mark.usefixtures("stuck")
+@pytest.mark.parametrize("where", HANGS)
+def test_an_environment_that_hangs_is_named_before_the_run(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    begun, is_last = time.monotonic(), where in ("close", "end")
+    problem = "TimeoutError: no answer within the class's timeout_seconds (0.5); what waits needs a limit of its own"
+    expected = nullcontext() if is_last else pytest.raises(ValueError, match=re.escape(problem))
+    with expected as caught, talk(Quick) as conversations:
+        conversations.try_environment(PROMPT)
+    said = caplog.text if caught is None else str(caught.value)
+    assert re.search(rf"rollout\.environment: {HANGS[where][2]} ?{__name__}:Quick.* raised ", said)
+    assert problem in said
+    assert time.monotonic() < begun + 30
+
+
+@pytest.mark.usefixtures("stuck")
+@pytest.mark.parametrize("where", ["init", "start", "step", "async step", "async wait", "close", ""])
+def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sum of its rewards is not known then."""
+    with talk(Quick) as conversations:
+        found = ending_of(ask(conversations, completion_of(encode("go"))))
+        if where == "close":
+            begun = time.monotonic()
+            for sample in range(1, 100):
+                ask(conversations, completion_of(encode("go"), sample=sample))
+            assert time.monotonic() < begun + 100 * Quick.timeout_seconds / 2
+        is_free.set()
+    is_late = where not in ("close", "")
+    assert (found.stop_reason, found.outcomes) == (("time", ("time",)) if is_late else ("done", ()))
+    assert math.isnan(found.reward) if is_late else found.reward == 1.0
+    text = f"`step` of {__name__}:Quick gave no answer within the class's timeout_seconds"
+    assert caplog.text.count(text) == is_late
+    assert caplog.text.count(f"`close` of {__name__}:Quick raised TimeoutError") == (where == "close")
+
+
+def test_threads_are_started_when_needed_and_waiting_for_one_is_not_counted_as_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = threading.enumerate()  # some wait for the steps of earlier tests
+    turns = [completion_of(encode("time.sleep(0.2) or Step(is_done=True)"), sample=sample) for sample in range(8)]
+
+    def num_threads() -> int:
+        return sum(thread.name == "environment" for thread in threading.enumerate() if thread not in before)
+
+    for max_parallel in (128, 1):
+        monkeypatch.setattr(Evaluates, "max_parallel", returns(max_parallel))
+        is_free.clear()
+        with talk(Evaluates) as conversations:
+            assert num_threads() == 1  # of the event loop
+            assert ending_of(ask(conversations, completion_of(encode("hang()")))).stop_reason == "time"
+            is_free.set()
+            wait_until(lambda: num_threads() == 1)  # the late answer has come
+            for turn in turns:
+                conversations.submit_turn(turn, PROMPT)
+            assert num_threads() == 1 + min(max_parallel, len(turns))
+            reasons = [ending_of(answer).stop_reason for answer in answers_of(conversations)]
+            assert reasons == ["done"] * len(turns)  # one after the other they take longer than the limit
+            wait_until(lambda: num_threads() == 1)
+            loop = conversations._loop
+        wait_until(lambda: num_threads() == 0)
+        assert loop.is_closed()
+
+
+# --- The record -------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
+    path = tmp_path / "observations" / "step_000001.jsonl"
+    turns = [completion_of(encode("one"))]
+    with talk(Echo) as conversations:
+        conversations.use_record(path)
+        first = ask(conversations, turns[0])
+        turns.append(completion_of(encode("two"), turns[0], first.extension))
+        second = ask(conversations, turns[1])
+    with path.open("a") as file:
+        file.write('{"key": "half a li')  # killed while it wrote
+    lines = path.read_bytes().split(b"\n")
+    changed = json.loads(lines[0])
+    changed["step"]["observation"] = "from the record"
+    changed["crc32"] = checksum(changed)
+    path.write_bytes(b"\n".join([json.dumps(changed).encode(), *lines[1:]]))
+    with talk(Echo) as conversations:
+        conversations.use_record(path)
+        assert ask(conversations, turns[0]).extension == encode("from the record")
+        assert ask(conversations, turns[1]).extension == second.extension
+        third = ask(conversations, completion_of(encode("three"), turns[1], second.extension))
+        assert third.extension == encode("3:three")  # it has heard the first two turns by now
+        assert len(path.read_bytes().split(b"\n")) == 4
+        other = ask(conversations, completion_of(encode("two"), turns[0], encode("others"), sample=1))
+        assert other.extension == encode("1:two")  # another history: no answer of the record
+    for damaged in (b"no json\n", path.read_bytes().replace(b"from the", b"from she")):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
+            Record(path)
+
+
+def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tmp_path: Path) -> None:
+    path = tmp_path / "observations" / "step_000001.jsonl"
+    first = completion_of(encode("raise this"))
+    for _ in range(2):  # the second time, the environment sees the first turn late
+        with talk(Echo) as conversations:
+            conversations.use_record(path)
+            answer = ask(conversations, first)
+            assert "error: RuntimeError: raise this" in TOKENIZER.decode(answer.extension)
+            content = path.read_bytes()
+            later = ask(conversations, completion_of(encode("two"), first, answer.extension))
+            assert later.extension == encode("2:two")
+        path.write_bytes(content)  # killed before the later answer came
+    for _ in range(2):  # the second time, the environment is asked again
+        with talk(Echo, max_turns=1) as conversations:
+            conversations.use_record(path)
+            ask(conversations, first)
+            with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
+                conversations.check_not_all_raised("step 1")
+            assert not path.exists()
+
+
+# --- Formats ----------------------------------------------------------------------------------------------------------
 
 CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
@@ -69,290 +455,6 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer("bundled:tiny")
     tokenizer.chat_template = template
     return tokenizer
-
-
-def ending_of(answer: Answer) -> Conversation:
-    assert answer.extension == []
-    assert answer.conversation is not None
-    return answer.conversation
-
-
-def test_a_conversation_from_the_first_turn_to_the_last() -> None:
-    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
-        first = completion_of([*encode("abc"), END])
-        answer = ask(conversations, first)
-        assert (answer.conversation, answer.extension) == (None, encode("1:abc"))
-        found = ending_of(ask(conversations, completion_of(encode("stop"), first, answer.extension)))
-        assert found.segments == (("model", 3 + 1), ("observation", len(encode("1:abc"))), ("model", 4))
-        assert (found.stop_reason, found.num_turns, found.reward) == ("told", 2, 2.0)
-        assert found.metrics == (("heard", 1), ("heard", 2))
-        assert len(found.tool_seconds) == 2
-    try_out(Echo)
-    try_out(AsyncEcho)
-    assert Echo.num_open == 0
-
-
-def test_a_long_observation_loses_its_middle_by_tokens() -> None:
-    with EnvironmentTurns(section_of(Echo, max_observation_tokens=40), TOKENIZER) as conversations:
-        said = "".join(str(i % 10) for i in range(100))
-        whole = encode(f"1:{said}")
-        extension = ask(conversations, completion_of(encode(said))).extension
-        assert len(extension) == 40
-        assert f"[... {len(whole) - 40} tokens left out ...]" in TOKENIZER.decode(extension)
-        assert (extension[:4], extension[-4:]) == (whole[:4], whole[-4:])
-
-
-def try_out(environment: type[EnvironmentBase], prompt: Prompt = PROMPT) -> None:
-    with EnvironmentTurns(section_of(environment), TOKENIZER) as conversations:
-        conversations.started(prompt, 100)
-        conversations.try_environment(prompt)
-
-
-def raises(*_: object) -> None:
-    raise ArithmeticError("no")
-
-
-def returns(value: object) -> Callable[[object], object]:
-    return lambda _: value
-
-
-RAISED = r"`{}` of \S*:Serial raised (Arith|Type)\w*Error: "
-MISTAKES: list[tuple[type[EnvironmentBase], str, list[Any], str]] = [
-    (Serial, "timeout_seconds", ["x", None, 0, -1.0, math.nan, [], 1e300], "must be a number above 0 and below 1e9"),
-    (Serial, "tools", [None, "x", 3, [{"name": "a"}]], "tools must be a list of Tool, found"),
-    (Serial, "Options", [None, dict, "x"], "Options must be a subclass of Section, found"),
-    (Serial, "max_parallel", [returns(it) for it in (0, -1, "x", 1.5, b"")], "must return an integer from 1 on"),
-    (Serial, "max_parallel", [raises, None, lambda: 3], RAISED.format("max_parallel")),
-    (Serial, "open", [returns(None), returns(3), raises, 4], RAISED.format("open")),
-    (
-        Echo,
-        "start",
-        [lambda *_, it=it: it for it in ("a text", [5], 5, [["role", "user"]])],
-        r"`start` of \S*Echo, called with prompt .*(must return a list of|not iterable)",
-    ),
-    (Unusable, "", ["text"], r"TypeError: `step` of the environment .* must return a Step, found 'no step'"),
-    (Unusable, "", ["what"], r"tried on prompt .* with the turn 'what', raised KeyError: 'what'"),
-    (Unusable, "", ["interrupt"], r"KeyboardInterrupt"),
-    (AsyncEcho, "", ["interrupt"], r"KeyboardInterrupt"),
-    (BrokenAtStart, "", ["a"], "RuntimeError: no such game"),
-]
-"""A member and values of another kind, or the turns with which the environment is tried; what is said."""
-
-
-@pytest.mark.parametrize(("environment", "member", "values", "message"), MISTAKES)
-def test_mistakes_of_an_author_are_named_before_the_run(
-    environment: type[EnvironmentBase], member: str, values: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for value in values:
-        if member:
-            monkeypatch.setattr(environment, member, value, raising=False)
-        with pytest.raises(ValueError, match=rf"rollout\.environment: .*{message}"):
-            try_out(environment, PROMPT if member else replace(PROMPT, answer=value))
-
-
-@pytest.fixture
-def stuck(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`Stuck` hangs in the method `where`."""
-    warn_once.cache_clear()
-    monkeypatch.setattr(Stuck, "where", where)
-    Stuck.is_free.clear()
-    yield
-    Stuck.is_free.set()
-
-
-HANGS = dict.fromkeys(["init", "start", "step", "async step", "async wait", "replay"], "")
-HANGS |= {name: f"`{name}` of" for name in ("open", "max_parallel", "close")} | {"end": "the end of `open` of"}
-"""Where it hangs -> how that is named."""
-
-
-@pytest.mark.usefixtures("stuck")
-@pytest.mark.parametrize("where", HANGS)
-def test_an_environment_that_hangs_is_named_before_the_run(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    begun, is_last = time.monotonic(), where in ("close", "end")
-    problem = "TimeoutError: no answer within the class's timeout_seconds (0.5); what waits needs a limit of its own"
-    expected = nullcontext() if is_last else pytest.raises(ValueError, match=re.escape(problem))
-    with expected as caught, EnvironmentTurns(section_of(Stuck), TOKENIZER) as conversations:
-        conversations.try_environment(PROMPT)
-    said = caplog.text if caught is None else str(caught.value)
-    assert re.search(rf"rollout\.environment: {HANGS[where]} ?environment_cases:Stuck.* raised ", said)
-    assert problem in said
-    assert time.monotonic() < begun + 30
-
-
-@pytest.mark.usefixtures("stuck")
-@pytest.mark.parametrize("where", ["init", "start", "step", "async step", "async wait", "close", ""])
-def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
-    where: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The sum of its rewards is not known then."""
-    with EnvironmentTurns(section_of(Stuck), TOKENIZER) as conversations:
-        found = ending_of(ask(conversations, completion_of(encode("go"))))
-        if where == "close":
-            begun = time.monotonic()
-            for sample in range(1, 100):
-                ask(conversations, completion_of(encode("go"), sample=sample))
-            assert time.monotonic() < begun + 100 * Stuck.timeout_seconds / 2
-        Stuck.is_free.set()
-    is_late = where not in ("close", "")
-    assert (found.stop_reason, found.outcomes) == (("time", ("time",)) if is_late else ("done", ()))
-    assert math.isnan(found.reward) if is_late else found.reward == 1.0
-    text = "`step` of environment_cases:Stuck gave no answer within the class's timeout_seconds"
-    assert caplog.text.count(text) == is_late
-    assert caplog.text.count("`close` of environment_cases:Stuck raised TimeoutError") == (where == "close")
-
-
-TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
-    (Echo, "stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
-    (Echo, "abc", {"max_turns": 1}, "turns"),
-    (Echo, "abc", {"max_new_tokens": 8}, "observation"),
-    (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
-    (HastyEcho, "wait2", {}, "time"),
-    (Unusable, "done", {}, "done"),  # with numbers of NumPy
-    (Echo, "<|endo/ftext|>", {}, r"1:<\|endoftext\|>$"),  # as ordinary tokens
-    (AsyncEcho, "abc", {}, r"abc$"),
-    (Unusable, "text", {}, r"error: TypeError: .*must return a Step, found 'no step'"),
-    (Unusable, "reward", {}, r"error: ValueError: .*a finite number, it returned nan"),
-    (Unusable, "metric", {}, r"error: ValueError: .*environment: a.*'b'"),
-    (Unusable, "type", {}, r"error: TypeError: "),
-    (Unusable, "texts", {}, r"error: TypeError: Step: observation must be text, found \['a', None\]"),
-    (Unusable, "outcomes", {}, r"error: TypeError: Step: outcomes must be text, found 'ok'"),
-    (Unusable, "generator", {}, r"error: TypeError: Step: observation must be text, found <generator object"),
-    (Unusable, "set", {}, r"error: TypeError: Step: outcomes must be text, found \{'ok'\}"),
-    (Unusable, "reason", {}, r"error: TypeError: Step: stop_reason must be text, found None"),
-    (Unusable, "exit", {}, r"error: SystemExit: 0"),
-    (Unusable, "interrupt", {}, r"error: KeyboardInterrupt"),
-    (AsyncEcho, "interrupt", {}, r"error: KeyboardInterrupt"),
-    (Unusable, "what", {}, r"error: KeyError: 'what'"),
-    (BrokenAtStart, "a", {}, r"error: RuntimeError: no such game"),
-]
-"""Environment, turn (`/` between texts that are tokenised apart), limits; stop reason or observation."""
-
-
-@pytest.mark.parametrize(("environment", "turn", "limits", "expected"), TURNS)
-def test_limits_have_names_and_mistakes_of_an_author_are_texts(
-    environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], expected: str
-) -> None:
-    section = {key: limits[key] for key in limits.keys() & EnvironmentSection.model_fields}
-    others = {key: limits[key] for key in limits.keys() - section}
-    token_ids = [token for part in turn.split("/") for token in encode(part)]
-    with EnvironmentTurns(section_of(environment, **section), TOKENIZER) as conversations:
-        answer = ask(conversations, completion_of(token_ids, **others))
-        if answer.conversation is None:
-            assert END not in answer.extension
-            assert re.match(expected, str(TOKENIZER.decode(answer.extension)))
-            return
-        assert ending_of(answer).stop_reason == expected
-        if environment is Unusable:
-            assert (answer.conversation.reward, answer.conversation.metrics) == (1.0, (("a", 2.0),))
-
-
-def test_an_answer_that_cannot_be_continued_or_a_format_that_does_not_fit_is_refused() -> None:
-    with (
-        EnvironmentTurns(section_of(Unusable), TOKENIZER) as conversations,
-        pytest.raises(ValueError, match="answered with an empty text, and the format text"),
-    ):
-        ask(conversations, completion_of(encode("silent")))
-    with pytest.raises(ValueError, match="is for one tool, the environment has 2"):
-        EnvironmentTurns(section_of(Upper, format="code_tags"), TOKENIZER)
-
-
-@pytest.mark.parametrize("environment", [Echo, AsyncEcho])
-def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_always_does(
-    environment: type[EnvironmentBase],
-) -> None:
-    with EnvironmentTurns(section_of(environment, max_turns=1), TOKENIZER) as conversations:
-        for sample, said in enumerate(("raise this", "raise that")):
-            assert ending_of(ask(conversations, completion_of(encode(said), sample=sample))).outcomes == ("raised",)
-        with pytest.raises(ValueError, match=r"(?s)step 3: the environment .* in each of 2 samples.*raise this"):
-            conversations.check_not_all_raised("step 3")
-        ask(conversations, completion_of(encode("fine"), sample=2))
-        conversations.check_not_all_raised("step 3")
-        conversations.use_record(None)
-        conversations.check_not_all_raised("step 4")
-    with EnvironmentTurns(section_of(environment), TOKENIZER) as conversations:
-        extension = ask(conversations, completion_of(encode("raise this"))).extension
-        assert "error: RuntimeError: raise this" in TOKENIZER.decode(extension)
-
-
-def test_threads_are_started_when_needed_and_waiting_for_one_is_not_counted_as_time() -> None:
-    before = threading.enumerate()  # some wait for the steps of earlier tests
-
-    def num_threads() -> int:
-        return sum(thread.name == "environment" for thread in threading.enumerate() if thread not in before)
-
-    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
-        assert num_threads() == 1  # of the event loop
-        for sample in range(3):
-            ask(conversations, completion_of(encode("one"), sample=sample))
-        wait_until(lambda: num_threads() == 1)
-        for sample in range(3, 6):
-            conversations.submit_turn(completion_of(encode("wait0.1"), sample=sample), PROMPT)
-        assert num_threads() == 4
-        answers_of(conversations)
-        wait_until(lambda: num_threads() == 1)
-    with EnvironmentTurns(section_of(Serial), TOKENIZER) as conversations:
-        assert ending_of(ask(conversations, completion_of(encode("hang")))).stop_reason == "time"
-        Serial.is_free.set()
-        wait_until(lambda: num_threads() == 1)  # the late answer has come
-        for sample in range(8):
-            conversations.submit_turn(completion_of(encode("go"), sample=10 + sample), PROMPT)
-        reasons = [ending_of(answer).stop_reason for answer in answers_of(conversations)]
-        assert reasons == ["done"] * 8  # together they take longer than the limit
-        assert Serial.num_overlapping == 0
-        loop = conversations._loop
-    wait_until(lambda: num_threads() == 0)
-    assert loop.is_closed()
-
-
-def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
-    path = tmp_path / "observations" / "step_000001.jsonl"
-    turns = [completion_of(encode("one"))]
-    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
-        conversations.use_record(path)
-        first = ask(conversations, turns[0])
-        turns.append(completion_of(encode("two"), turns[0], first.extension))
-        second = ask(conversations, turns[1])
-    with path.open("a") as file:
-        file.write('{"key": "half a li')  # killed while it wrote
-    lines = path.read_bytes().split(b"\n")
-    changed = json.loads(lines[0])
-    changed["step"]["observation"] = "from the record"
-    changed["crc32"] = checksum(changed)
-    path.write_bytes(b"\n".join([json.dumps(changed).encode(), *lines[1:]]))
-    with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
-        conversations.use_record(path)
-        assert ask(conversations, turns[0]).extension == encode("from the record")
-        assert ask(conversations, turns[1]).extension == second.extension
-        third = ask(conversations, completion_of(encode("three"), turns[1], second.extension))
-        assert third.extension == encode("3:three")  # it has heard the first two turns by now
-        assert len(path.read_bytes().split(b"\n")) == 4
-        other = ask(conversations, completion_of(encode("two"), turns[0], encode("others"), sample=1))
-        assert other.extension == encode("1:two")  # another history: no answer of the record
-    for damaged in (b"no json\n", path.read_bytes().replace(b"from the", b"from she")):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
-            Record(path)
-
-
-def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tmp_path: Path) -> None:
-    path = tmp_path / "observations" / "step_000001.jsonl"
-    first = completion_of(encode("raise this"))
-    for _ in range(2):  # the second time, the environment sees the first turn late
-        with EnvironmentTurns(section_of(Echo), TOKENIZER) as conversations:
-            conversations.use_record(path)
-            answer = ask(conversations, first)
-            assert "error: RuntimeError: raise this" in TOKENIZER.decode(answer.extension)
-            content = path.read_bytes()
-            later = ask(conversations, completion_of(encode("two"), first, answer.extension))
-            assert later.extension == encode("2:two")
-        path.write_bytes(content)  # killed before the later answer came
-    for _ in range(2):  # the second time, the environment is asked again
-        with EnvironmentTurns(section_of(Echo, max_turns=1), TOKENIZER) as conversations:
-            conversations.use_record(path)
-            ask(conversations, first)
-            with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
-                conversations.check_not_all_raised("step 1")
-            assert not path.exists()
 
 
 CODE_TAGS: list[tuple[str, str, str]] = [
@@ -388,7 +490,7 @@ def check_outcomes(conversations: EnvironmentTurns, said: str, observation: str,
 
 
 def test_code_tags() -> None:
-    with EnvironmentTurns(section_of(OneTool, format="code_tags"), TOKENIZER) as conversations:
+    with talk(OneTool, format="code_tags") as conversations:
         for said, observation, outcome in CODE_TAGS:
             check_outcomes(conversations, said, f"<interpreter>\n{observation}", outcome)
         void = ending_of(ask(conversations, completion_of(encode("well"), sample=1)))
@@ -429,7 +531,7 @@ HERMES: list[tuple[str, list[str]]] = [
 
 def test_hermes() -> None:
     tokenizer = tokenizer_with(CHAT_TEMPLATE)
-    with EnvironmentTurns(section_of(Upper, format="hermes"), tokenizer) as conversations:
+    with talk(Upper, tokenizer, format="hermes") as conversations:
         assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
         for sample, (turn, observations) in enumerate(HERMES):
             completion = completion_of([*encode(turn), END], max_new_tokens=10**6, sample=sample)
@@ -448,34 +550,26 @@ def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
     for template, message in refused.items():
         for environment, name in ((Upper, "hermes"), (Echo, "chat")):
             with pytest.raises(ValueError, match=message):
-                EnvironmentTurns(section_of(environment, format=name), tokenizer_with(template))
-
-
-class Greeting(Echo):
-    """Begins with a message."""
-
-    seen: ClassVar[list[Prompt]] = []
-
-    def start(self, prompt: Prompt) -> Messages:
-        self.seen.append(prompt)
-        return [{"role": "user", "content": f"hello {prompt.prompt_id}"}]
+                talk(environment, tokenizer_with(template), format=name)
 
 
 def test_an_environment_may_say_something_first() -> None:
-    with EnvironmentTurns(section_of(Greeting), TOKENIZER) as conversations:
+    with talk(Greeting) as conversations:
         started = conversations.started(PROMPT, 100)
         assert started.text == "Computehello p"
         assert list(started.token_ids) == encode(started.text)
         assert conversations.started(PROMPT, 100) is started
         ask(conversations, completion_of(encode("abc")), started)
         assert Greeting.seen == [PROMPT, PROMPT]  # without what it says itself
-    with EnvironmentTurns(section_of(Greeting, format="chat"), tokenizer_with(CHAT_TEMPLATE)) as conversations:
+        with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens is 3"):
+            conversations.started(replace(PROMPT, prompt_id="q"), 3)
+    with talk(Greeting, tokenizer_with(CHAT_TEMPLATE), format="chat") as conversations:
         prompt = Prompt(prompt_id="p", text="<|user|>hi<|endoftext|>\n<|assistant|>", token_ids=(1,), answer="")
         expected = "<|user|>hi<|endoftext|>\n<|user|>hello p<|endoftext|>\n<|assistant|>"
         assert conversations.started(prompt, 100).text == expected
-        with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens is 3"):
-            EnvironmentTurns(section_of(Greeting), TOKENIZER).started(PROMPT, 3)
 
+
+# --- The calculator ---------------------------------------------------------------------------------------------------
 
 EXPRESSIONS = st.recursive(
     st.integers(0, 99).map(str),
