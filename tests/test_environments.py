@@ -31,6 +31,7 @@ from environment_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 from task_cases import wait_until
 from transformers import PreTrainedTokenizerBase
 
@@ -46,6 +47,9 @@ from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.resolve import warn_once
 from srtrl.rollout.turns import Answer
 from srtrl.types import Conversation, Prompt
+
+CASES: dict[str, Any] = YAML(typ="safe").load(Path(__file__).with_name("environments.yaml"))
+"""Turns and their answers."""
 
 
 class Echo(EnvironmentBase):
@@ -113,6 +117,9 @@ class EvaluatesLater(EnvironmentBase):
         return eval(turn.text, NAMES)
 
 
+ENVIRONMENTS = {one.__name__: one for one in (Echo, Evaluates, EvaluatesLater, BrokenAtStart)}
+
+
 def talk(environment: type[EnvironmentBase], tokenizer: Any = TOKENIZER, **section: Any) -> EnvironmentTurns:
     return EnvironmentTurns(section_of(environment, **section), tokenizer)
 
@@ -156,40 +163,13 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
 
 # --- Mistakes of an author --------------------------------------------------------------------------------------------
 
-NO_LIMIT = "must be a number above 0 and below 1e9"
-NO_STEP = "error: TypeError: Step: {} must be text, found "
-TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
-    (Echo, "stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
-    (Echo, "abc", {"max_turns": 1}, "turns"),
-    (Echo, "abc", {"max_new_tokens": 8}, "observation"),
-    (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
-    (Evaluates, "time.sleep(2)", {}, "time"),
-    (Evaluates, "Step(is_done=np.True_, reward=np.float32(1), metrics={'a': np.int64(2)})", {}, "done"),
-    (Echo, "<|endo/ftext|>", {}, r"1:<\|endoftext\|>$"),  # as ordinary tokens
-    (EvaluatesLater, "Step(observation='abc')", {}, r"abc$"),
-    (Evaluates, "'no step'", {}, r"error: TypeError: .*must return a Step, found 'no step'"),
-    (Evaluates, "Step(reward=1e999)", {}, r"error: ValueError: .*a finite number, it returned inf"),
-    (Evaluates, "Step(metrics={'a': 'b'})", {}, r"error: ValueError: .*environment: a.*'b'"),
-    (Evaluates, "Step(observation=3)", {}, r"error: TypeError: "),
-    (Evaluates, "Step(observation=['a', None])", {}, NO_STEP.format("observation") + r"\['a', None\]"),
-    (Evaluates, "Step(outcomes='ok')", {}, NO_STEP.format("outcomes") + "'ok'"),
-    (Evaluates, "Step(observation=(t for t in 'ab'))", {}, NO_STEP.format("observation") + "<generator object"),
-    (Evaluates, "Step(outcomes={'ok'})", {}, NO_STEP.format("outcomes") + r"\{'ok'\}"),
-    (Evaluates, "Step(stop_reason=None)", {}, NO_STEP.format("stop_reason") + "None"),
-    (Evaluates, "sys.exit(0)", {}, r"error: SystemExit: 0"),
-    (Evaluates, "fail(KeyboardInterrupt())", {}, r"error: KeyboardInterrupt"),
-    (EvaluatesLater, "fail(KeyboardInterrupt())", {}, r"error: KeyboardInterrupt"),
-    (Evaluates, "{}['what']", {}, r"error: KeyError: 'what'"),
-    (BrokenAtStart, "a", {}, r"error: RuntimeError: no such game"),
-]
-"""Environment, turn (`/` between texts that are tokenised apart), limits; stop reason or observation."""
 
-
-@pytest.mark.parametrize(("environment", "turn", "limits", "expected"), TURNS)
+@pytest.mark.parametrize(("name", "turn", "limits", "expected"), CASES["turns"])
 def test_limits_have_names_and_mistakes_of_an_author_are_texts(
-    environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], expected: str
+    name: str, turn: str, limits: dict[str, Any], expected: str
 ) -> None:
     """The run goes on; a mistake in the first turn that is tried is named before it."""
+    environment = ENVIRONMENTS[name]
     section = {key: limits[key] for key in limits.keys() & EnvironmentSection.model_fields}
     others = {key: limits[key] for key in limits.keys() - section}
     token_ids = [token for part in turn.split("/") for token in encode(part)]
@@ -219,7 +199,7 @@ def returns(value: object) -> Callable[..., object]:
 RAISED = r"`{}` of \S*:Echo raised (Arith|Type)\w*Error: "
 NO_MESSAGES = r"`start` of \S*Echo, called with prompt .*(must return a list of|not iterable)"
 MEMBERS: list[tuple[str, list[Any], str]] = [
-    ("timeout_seconds", ["x", None, 0, -1.0, math.nan, [], 1e300], NO_LIMIT),
+    ("timeout_seconds", ["x", None, 0, -1.0, math.nan, [], 1e300], "must be a number above 0 and below 1e9"),
     ("tools", [None, "x", 3, [{"name": "a"}]], "tools must be a list of Tool, found"),
     ("Options", [None, dict, "x"], "Options must be a subclass of Section, found"),
     ("max_parallel", [returns(it) for it in (0, -1, "x", 1.5, b"")], "must return an integer from 1 on"),
@@ -457,27 +437,6 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-CODE_TAGS: list[tuple[str, str, str]] = [
-    ("so <code>ab</code>", "AB", "ok"),
-    ("<code>```python\nab\n```</code>", "AB", "ok"),
-    ("<code>x</code> and <code>\nab</code>", "\nAB", "ok"),
-    ("<code>ab", "error: a <code> without </code>", "malformed"),
-    ("ab</code>", "error: a </code> without <code>", "malformed"),
-]
-PYTHON: list[tuple[str, str, str]] = [
-    ("print(3)\n4 * 5", "3\n20", "ok"),
-    ("import sympy\nsympy.factor(sympy.Symbol('x')**2 - 1)", "(x - 1)*(x + 1)", "ok"),
-    ("x = 1", "[no output]", "ok"),
-    ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero", "error"),
-    ("raise SystemExit(3)", "exit code 3", "error"),
-    ("while True: pass", "[the time limit was exceeded]", "timeout"),
-    ("x = bytearray(2**33)", "[the memory limit was exceeded]", "memory"),
-    ("while True: print('a' * 1000)", r"[more output than allowed; the rest is lost]", "truncated"),
-    ("import ctypes\nctypes.string_at(0)", "[the program was killed]", "killed"),
-]
-"""What the policy says, what is observed (of Python's the end), and the outcome."""
-
-
 def check_outcomes(conversations: EnvironmentTurns, said: str, observation: str, outcome: str) -> None:
     first = completion_of(encode(said), max_new_tokens=4000)
     answer = ask(conversations, first)
@@ -491,7 +450,7 @@ def check_outcomes(conversations: EnvironmentTurns, said: str, observation: str,
 
 def test_code_tags() -> None:
     with talk(OneTool, format="code_tags") as conversations:
-        for said, observation, outcome in CODE_TAGS:
+        for said, observation, outcome in CASES["code_tags"]:
             check_outcomes(conversations, said, f"<interpreter>\n{observation}", outcome)
         void = ending_of(ask(conversations, completion_of(encode("well"), sample=1)))
         assert (void.stop_reason, void.num_void_turns) == ("answered", 1)
@@ -502,38 +461,16 @@ def test_python_says_what_was_printed_and_how_it_ended() -> None:
     section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
     assert PythonEnvironment.max_parallel(PythonOptions(num_workers=3)) == 3
     with EnvironmentTurns(section, TOKENIZER) as conversations:
-        for code, observation, outcome in PYTHON:
+        for code, observation, outcome in CASES["python"]:
             check_outcomes(conversations, f"<code>\n```python\n{code}\n```\n</code>", observation, outcome)
-
-
-def hermes(name: str, text: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'text': text}})}\n</tool_call>"
-
-
-NO_TOOL = "error: there is no tool {}; there is: upper, shout"
-HERMES: list[tuple[str, list[str]]] = [
-    (hermes("upper", "ab"), ["AB"]),
-    (hermes("upper", "ab") + hermes("shout", "ab"), ["AB", "AB!"]),
-    (hermes("whisper", "ab"), [NO_TOOL.format("whisper")]),
-    (hermes("upper", 3), ["error: the argument text of upper must be a string"]),
-    (hermes("upper", "a") + hermes("x", "a"), ["error: another call of this turn cannot be run", NO_TOOL.format("x")]),
-    ("<tool_call>1 2</tool_call>", ["error: no JSON in <tool_call>: Extra data: line 1 column 3 (char 2)"]),
-    ("<tool_call>[]</tool_call>", ['error: expected {"name": ..., "arguments": {...}} in <tool_call>']),
-    ('<tool_call>{"name": "upper", "arguments": []}</tool_call>', ["error: the arguments of upper are no JSON object"]),
-    ('<tool_call>{"name": "upper"}</tool_call>', ["error: the call of upper lacks the argument text"]),
-    ("<tool_call>", ["error: a <tool_call> without </tool_call>"]),
-    # JSON can hold half a surrogate pair, and no tokenizer takes it.
-    (r'<tool_call>{"name": "\ud800"}</tool_call>', [NO_TOOL.format("?")]),
-    (r'<tool_call>{"name": "upper", "arguments": {"text": "\ud800"}}</tool_call>', ["?"]),
-    ("<tool_call>" + "[" * 100_000 + "</tool_call>", ["error: no JSON in <tool_call>: maximum recursion depth"]),
-]
 
 
 def test_hermes() -> None:
     tokenizer = tokenizer_with(CHAT_TEMPLATE)
     with talk(Upper, tokenizer, format="hermes") as conversations:
         assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
-        for sample, (turn, observations) in enumerate(HERMES):
+        for sample, (said, observations) in enumerate(CASES["hermes"]):
+            turn = said.replace("BRACKETS", "[" * 100_000)
             completion = completion_of([*encode(turn), END], max_new_tokens=10**6, sample=sample)
             text = str(tokenizer.decode(ask(conversations, completion).extension))
             *between, end = ["\n", *["<|endoftext|>\n"] * len(observations)]

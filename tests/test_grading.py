@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import eq
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rollout_cases
+from ruamel.yaml import YAML
 from task_cases import Rows, processes_of, prompt_of, sample_of, wait_until
 
 from srtrl.recipe.schema import GradingSection, RewardSection
@@ -136,96 +138,8 @@ REWARDS = r"""
 """
 """A user's rewards, which run the text of a sample as Python, and what those texts call."""
 
-Row = tuple[str, float | str]
-"""A text, and the value of its reward, or the beginning of its outcome and detail."""
 LOOP = "sum(range(10**12))"
-ISOLATED: list[Row] = [
-    ("1", 1.0),
-    (LOOP, "timeout: more than 0.3 CPU seconds, also when retried alone$"),
-    ("ok", 2.0),
-    ("os._exit(3)", "crash: the worker process ended with exit code 3"),
-    ("os.path.exists('marker') or open('marker', 'w').close() or os._exit(3)", 1.0),  # the second attempt is graded
-    ("{}['no such thing']", r"error: .*KeyError.*no such thing"),
-    ("{}['no such thing']", r"error: .*KeyError.*no such thing"),
-    ("sys.exit('enough')", "error: SystemExit: enough"),
-    ("float('nan')", "error: ValueError: reward `apart` must return a finite number, it returned nan"),
-    ("bytearray(2**33)", "crash: more than 4 GiB of memory"),
-    ("mmap.mmap(-1, 2**33)", "error: .*Cannot allocate memory"),
-    ("4444", 4444.0),
-]
-NO_GRADE = "error: the worker process did not send one grade: "
-FORGERS: list[Row] = [
-    ("send(FORGED) or 9", NO_GRADE + "it sent more than that"),
-    ("1", 1.0),
-    ("send(FORGED, number=7) or 9", NO_GRADE + "it sent something else, or"),
-    ("22", 22.0),
-    ("ok", 2.0),
-    ("send(b\"cos\\nmkdir\\n(S'made by a reward'\\ntR.\\n\") or 9", NO_GRADE),  # a pickle
-    ("333", 333.0),
-    ("threading.Timer(0.2, send, [{'correct': True}], {'number': 1}).start() or 9", 9.0),
-    ("time.sleep(0.5) or 8", 8.0),
-    ("send(FORGED, b'\"ready\"\\n') or 9", 55.0),  # its own reward, and not the verdict
-    ("ok", 2.0),
-    ("22", 22.0),
-]
-MORE_FORGERS: list[Row] = [
-    ("send({'apart': 55.0}) or 9", NO_GRADE),
-    ("send({'correct': True, 'parts': {'apart': 1e999}}) or 9", NO_GRADE + "reward `apart` must return a finite"),
-    ("ok", 2.0),
-    (r"send(b'\x00' * 100_000) or 9", NO_GRADE + "more than 65536 bytes"),
-    (r"send(b'[' * 60_000 + b'\n') or 9", NO_GRADE + "brackets in brackets"),
-    ("1", 1.0),
-]
-NO_NUMBER = "error: reward `here`: ValueError: reward `here` must return a finite number"
-BEYOND = NO_NUMBER + r", it returned .*the limit is 1e\+15"
-IN_PROCESS: list[Row] = [
-    ("ok", 2.0),
-    ("1 / 0", "error: reward `here`: ZeroDivisionError"),
-    ("parse()", r"error: reward `here`: json.*JSONDecodeError: .* \(own_rewards.py:\d+, parse\)"),
-    ("sys.exit(0)", "error: reward `here`: SystemExit: 0"),
-    ("overlong_penalty(sample, cache_tokens=10)", r".* 1 to rollout.max_new_tokens - 1 \(9\), found 10"),
-    ("None", NO_NUMBER + r" \(0.0 where it does not apply\), it returned N"),
-    ("'1.0'", NO_NUMBER + r", it returned '1\.0' \(worker"),
-    *(("1e15", 1e15), ("-(10**15)", -1e15), ("True", 1.0), ("Fraction(1, 4)", 0.25), ("number('3')", 3.0)),
-    *((beyond, BEYOND) for beyond in ("1.0000001e15", "-1e300", "10**400", "float('nan')")),
-    *((f"number('{beyond}')", BEYOND) for beyond in ("1e16", "inf", "-inf", "nan")),
-]
-LATE = "timeout: reward `judge`: no answer within 0.3 seconds of wall-clock time$"
-AWAITED: list[Row] = [
-    ("ok", 2.0),
-    ("raising(KeyboardInterrupt('no'))", "error: reward `judge`: KeyboardInterrupt: no"),
-    ("raising(SystemExit('no'))", "error: reward `judge`: SystemExit: no"),
-    ("raising(asyncio.CancelledError())", "error: reward `judge`: (asyncio.exceptions.)?CancelledError"),
-    ("raising(OSError('no judge'))", r"error: reward `judge`: OSError: no judge \(own_rewards.py:"),
-    ("asyncio.sleep(1000)", LATE),
-    ("swallowing()", LATE),
-    ("asyncio.to_thread(is_free.wait, 60)", LATE),
-    *((f"leaving({error}('left'))", 1.0) for error in ("SystemExit", "OSError", "ValueError", "KeyboardInterrupt")),
-    ("3", 3.0),
-]
-LEFT = ["KeyboardInterrupt: left", "OSError: left", "SystemExit: left", "ValueError: left"]
-
-
-def both(text: str, problem: str) -> list[Row]:
-    """A batched reward that fails costs all of its samples."""
-    return [(text, f"error: reward `together`: {problem}"), ("ok", f"error: reward `together`: {problem}")]
-
-
-FAULTS: dict[str, tuple[str, str, float, list[Row]]] = {
-    "isolated": ("", "apart", 0.3, ISOLATED),
-    "sleeping": ("", "apart", 0.05, [("time.sleep(9)", "timeout: no answer within 1 seconds .*, also when retried")]),
-    "forged": ("", "apart", 0.3, FORGERS),
-    "more forged": ("", "apart", 0.3, MORE_FORGERS),
-    "isolated verifier": ("verify_apart", "here", 0.3, [("ok", 2.0), ("1 / 0", "error: ZeroDiv"), ("3", 3.0)]),
-    "verifier": ("verify", "here", 0.015, [("ok", 2.0), ("1 / 0", "error: verifier: ZeroDivisionError"), ("3", 3.0)]),
-    "in process": ("", "here", 0.015, IN_PROCESS),
-    "awaited": ("", "judge", 0.015, AWAITED),
-    "raises": ("", "together", 0.015, both("open('/no server')", "FileNotFoundError")),
-    "too few": ("", "together", 0.015, both("[1.0]", "ValueError: it returned 1 values for 2 samples")),
-    "too many": ("", "together", 0.015, both("itertools.count()", "ValueError: it returned more than 2 values for 2")),
-    "mapping": ("", "together", 0.015, both("{'a': 1}", ".*must return a list of numbers, it returned {'a': 1")),
-}
-"""The user's verifier, if any, the reward, the limit of CPU seconds (20 times that of wall-clock time), and samples."""
+FAULTS: dict[str, dict[str, Any]] = YAML(typ="safe").load(Path(__file__).with_name("faults.yaml"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -262,9 +176,10 @@ def test_a_fault_costs_its_own_sample_alone(
     kind: str, package: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One worker: samples come one after the other. No grade goes to another sample, nothing of a reply is run."""
-    verifier, reward, seconds, rows = FAULTS[kind]
+    reward, rows = FAULTS[kind]["reward"], FAULTS[kind]["samples"]
     sys.modules["own_rewards"].is_free.clear()
-    with make_grader(reward, "correct", "rank", verifier=verifier, seconds=seconds) as grader:
+    where = {key: FAULTS[kind][key] for key in FAULTS[kind].keys() & {"verifier", "seconds"}}
+    with make_grader(reward, "correct", "rank", **where) as grader:
         grades = grade_all(grader, [text for text, _ in rows])
         sys.modules["own_rewards"].is_free.set()
     logged: dict[str, str] = {}
@@ -282,7 +197,7 @@ def test_a_fault_costs_its_own_sample_alone(
     assert not (package / "made by a reward").exists()
     gc.collect()
     left = [message.rpartition("left behind: ")[2] for message in caplog.messages if "left behind" in message]
-    assert sorted(message.partition(" (")[0] for message in left) == (LEFT if kind == "awaited" else [])
+    assert sorted(message.partition(" (")[0] for message in left) == [*FAULTS[kind].get("left", [])]
     assert "Traceback" not in capfd.readouterr().err
 
 
