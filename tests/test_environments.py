@@ -166,7 +166,7 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
 
 @pytest.mark.parametrize(("name", "turn", "limits", "expected"), CASES["turns"])
 def test_limits_have_names_and_mistakes_of_an_author_are_texts(
-    name: str, turn: str, limits: dict[str, Any], expected: str
+    name: str, turn: str, limits: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     """The run goes on; a mistake in the first turn that is tried is named before it."""
     environment = ENVIRONMENTS[name]
@@ -174,6 +174,7 @@ def test_limits_have_names_and_mistakes_of_an_author_are_texts(
     others = {key: limits[key] for key in limits.keys() - section}
     token_ids = [token for part in turn.split("/") for token in encode(part)]
     with talk(environment, **section) as conversations:
+        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
         answer = ask(conversations, completion_of(token_ids, **others))
     if answer.conversation is not None:
         assert ending_of(answer).stop_reason == expected
