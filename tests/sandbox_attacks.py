@@ -94,8 +94,6 @@ REFUSED = {name: attempts(text) for group in PROGRAMS["refused"].values() for na
 ENDS = {name: Attack(**fields) for group in PROGRAMS["ends"].values() for name, fields in group.items()}
 ATTACKS: dict[str, Attack] = REFUSED | MADE | ENDS
 
-VALUES: list[tuple[str, str]] = PROGRAMS["values"]
-"""Programs and their output."""
 REPRESENTATIVES = [
     *("read the home folder", "write a temporary file", "delete a secret", "read by an open directory"),
     *("read the trainer's environment", "write to the worker's pipes", "environment variables"),

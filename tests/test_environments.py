@@ -313,9 +313,7 @@ def test_an_environment_that_hangs_is_named_before_the_run(where: str, caplog: p
 
 @pytest.mark.usefixtures("stuck")
 @pytest.mark.parametrize("where", ["init", "start", "step", "async step", "async wait", "close", ""])
-def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
-    where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_environment_that_hangs_later_ends_its_sample(where: str, caplog: pytest.LogCaptureFixture) -> None:
     """The sum of its rewards is not known then."""
     with talk(Quick) as conversations:
         found = ending_of(ask(conversations, completion_of(encode("go"))))
@@ -333,9 +331,7 @@ def test_an_environment_that_hangs_later_ends_its_sample_with_a_line(
     assert caplog.text.count(f"`close` of {__name__}:Quick raised TimeoutError") == (where == "close")
 
 
-def test_threads_are_started_when_needed_and_waiting_for_one_is_not_counted_as_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_start_when_needed_and_waiting_for_one_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.enumerate()  # some wait for the steps of earlier tests
     turns = [completion_of(encode("time.sleep(0.2) or Step(is_done=True)"), sample=sample) for sample in range(8)]
 
@@ -417,24 +413,11 @@ def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tm
 
 # --- Formats ----------------------------------------------------------------------------------------------------------
 
-CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-EMPTY_THOUGHT = """{% if loop.last and message.role == 'assistant'
-and '<think>' not in message.content %}<think></think>
-{% endif %}"""
-THINKING_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", EMPTY_THOUGHT + "{{ message.content }}")
-KEPT = "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}"
-FORGETTING_THOUGHTS: list[str | None] = [
-    CHAT_TEMPLATE.replace("{{ message.content }}", KEPT),  # as QwQ's, for any message, or Qwen3's for a user's
-    THINKING_TEMPLATE.replace("{{ message.content }}", KEPT),
-    CHAT_TEMPLATE.replace("message.content }}", "message.content.split('</think>')[-1] }}"),  # of all turns: DeepSeek's
-]
-FORGETTING_TEMPLATE = CHAT_TEMPLATE.replace("message.content }}", "message.content if loop.last else '...' }}")
 
-
-def tokenizer_with(template: str | None) -> PreTrainedTokenizerBase:
+def tokenizer_with(content: str | None) -> PreTrainedTokenizerBase:
+    """With a chat template that puts this for each message."""
     tokenizer = load_tokenizer("bundled:tiny")
-    tokenizer.chat_template = template
+    tokenizer.chat_template = content and CASES["frame"].replace("CONTENT", content)
     return tokenizer
 
 
@@ -467,7 +450,7 @@ def test_python_says_what_was_printed_and_how_it_ended() -> None:
 
 
 def test_hermes() -> None:
-    tokenizer = tokenizer_with(CHAT_TEMPLATE)
+    tokenizer = tokenizer_with(CASES["plain"])
     with talk(Upper, tokenizer, format="hermes") as conversations:
         assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
         for sample, (said, observations) in enumerate(CASES["hermes"]):
@@ -481,14 +464,12 @@ def test_hermes() -> None:
 
 
 def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
-    parts = Hermes(tokenizer_with(THINKING_TEMPLATE), Upper.tools).parts(["a"])
+    parts = Hermes(tokenizer_with(CASES["thinking"]), Upper.tools).parts(["a"])
     assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
-    refused = dict.fromkeys(FORGETTING_THOUGHTS, r"drops thoughts \(`<think>...</think>`\) of .* a template \(model\.")
-    refused |= {FORGETTING_TEMPLATE: "changes earlier messages", None: "has no chat template"}
-    for template, message in refused.items():
+    for content, message in [*CASES["refused"], (None, "has no chat template")]:
         for environment, name in ((Upper, "hermes"), (Echo, "chat")):
             with pytest.raises(ValueError, match=message):
-                talk(environment, tokenizer_with(template), format=name)
+                talk(environment, tokenizer_with(content), format=name)
 
 
 def test_an_environment_may_say_something_first() -> None:
@@ -501,7 +482,7 @@ def test_an_environment_may_say_something_first() -> None:
         assert Greeting.seen == [PROMPT, PROMPT]  # without what it says itself
         with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens is 3"):
             conversations.started(replace(PROMPT, prompt_id="q"), 3)
-    with talk(Greeting, tokenizer_with(CHAT_TEMPLATE), format="chat") as conversations:
+    with talk(Greeting, tokenizer_with(CASES["plain"]), format="chat") as conversations:
         prompt = Prompt(prompt_id="p", text="<|user|>hi<|endoftext|>\n<|assistant|>", token_ids=(1,), answer="")
         expected = "<|user|>hi<|endoftext|>\n<|user|>hello p<|endoftext|>\n<|assistant|>"
         assert conversations.started(prompt, 100).text == expected

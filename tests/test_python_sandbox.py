@@ -15,7 +15,7 @@ from secrets import token_hex
 from typing import Any
 
 import pytest
-from sandbox_attacks import ATTACKS, HARMLESS_IN_BUBBLEWRAP, REPRESENTATIVES, VALUES
+from sandbox_attacks import ATTACKS, HARMLESS_IN_BUBBLEWRAP, PROGRAMS, REPRESENTATIVES
 from task_cases import processes_of, wait_until
 from typer.testing import CliRunner
 
@@ -145,7 +145,7 @@ def test_the_attacks_are_real(world: World, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_output_and_value(world: World) -> None:
-    for code, stdout in VALUES:
+    for code, stdout in PROGRAMS["values"]:
         result = world.pool.run(code)
         assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", stdout, "", 0), code
         assert not result.is_truncated
@@ -162,13 +162,7 @@ def test_an_error_shows_the_codes_own_lines(world: World) -> None:
 
 
 def test_the_same_code_gives_the_same_result_in_every_call(world: World) -> None:
-    code = (
-        "import fcntl, os, random, secrets, uuid, numpy as np\n"
-        "print(random.random(), secrets.token_hex(), uuid.uuid4(), os.urandom(4), np.random.rand(),"
-        " np.random.default_rng().random(), {'a', 'b', 'c'}, hash('a'), random.SystemRandom().random(),"
-        " fcntl.fcntl(0, fcntl.F_GETFL), fcntl.fcntl(0, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND))"
-    )
-    results = [future.result() for future in [world.pool.submit(code) for _ in range(6)]]
+    results = [future.result() for future in [world.pool.submit(PROGRAMS["randomness"]) for _ in range(6)]]
     assert {result.status for result in results} == {"ok"}
     assert len({result.stdout for result in results}) == 1
 
@@ -246,23 +240,10 @@ def test_an_interpreter_that_does_not_start_says_why(monkeypatch: pytest.MonkeyP
         PythonSandbox(OWN_LIMITS, num_workers=2)
 
 
-CHOICES: list[tuple[python_sandbox.SandboxKind, str | None, bool, str]] = [
-    ("auto", None, True, "sandlock"),
-    ("auto", "old kernel", True, "bubblewrap"),
-    ("sandlock", None, False, "sandlock"),
-    ("bubblewrap", None, True, "bubblewrap"),
-    ("none", "old kernel", False, "none"),
-    ("auto", "old kernel", False, "sandlock: old kernel. Install bubblewrap"),
-    ("sandlock", "old kernel", True, "sandlock: old kernel"),
-    ("bubblewrap", None, False, "bwrap is not installed"),
-]
-"""Wanted, why sandlock cannot be used, whether bubblewrap is installed; the choice, or the error."""
-
-
 def test_choice_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandlock.landlock_abi_version", lambda: 4)
     assert "this kernel has 4" in str(sandlock_problem())
-    for wanted, problem, has_bubblewrap, outcome in CHOICES:
+    for wanted, problem, has_bubblewrap, outcome in PROGRAMS["choices"]:
         monkeypatch.setattr(python_sandbox, "sandlock_problem", lambda problem=problem: problem)
         monkeypatch.setattr("shutil.which", lambda name, found=has_bubblewrap: f"/usr/bin/{name}" if found else None)
         if " " not in outcome:
