@@ -2,18 +2,14 @@
 
 import asyncio
 import random
-import threading
 import time
-from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 from engine_cases import make_response
-from task_cases import wait_until
+from task_cases import Rows, wait_until
 
 from srtrl.build import choose_share
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
@@ -24,7 +20,7 @@ from srtrl.recipe.schema import EnvironmentSection, GradingSection, RewardSectio
 from srtrl.rollout.collect import Collector
 from srtrl.rollout.turns import Answer, Turns
 from srtrl.tasks.grading import Grader
-from srtrl.types import Completion, Prompt, Request, SamplingParams
+from srtrl.types import Completion, FinishReason, Prompt, Request, SamplingParams
 
 END = 0
 """The end token of the bundled tokenizer."""
@@ -43,34 +39,33 @@ def encode(text: str) -> list[int]:
 
 
 def completion_of(
-    turn: Sequence[int], before: Completion | None = None, extension: Sequence[int] = (), **changes: Any
+    turn: Sequence[int],
+    before: Completion | None = None,
+    extension: Sequence[int] = (),
+    *,
+    sample: int = 0,
+    max_new_tokens: int = 400,
+    finish_reason: FinishReason = "stop",
 ) -> Completion:
     """The next turn of a sample: what the engine gives after `before` was extended."""
     said = [*before.response.token_ids.tolist(), *extension] if before else []
-    fields: dict[str, Any] = {"draw": 0, "sample": 0, "max_new_tokens": 400, "finish_reason": "stop"} | changes
     request = Request(
         prompt_id="p",
         prompt_token_ids=PROMPT.token_ids,
-        draw_index=fields["draw"],
-        sample_index=fields["sample"],
+        draw_index=0,
+        sample_index=sample,
         rng_key=0,
-        sampling=SamplingParams(max_new_tokens=fields["max_new_tokens"], end_token_ids=(END,)),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=(END,)),
         has_turns=True,
     )
-    new = ((len(said) - len(extension), len(said)),) if before else ()
-    extensions = (*before.response.extensions, *new) if before else ()
-    response = make_response([*said, *turn], finish_reason=fields["finish_reason"], extensions=extensions)
+    extensions = (*before.response.extensions, (len(said) - len(extension), len(said))) if before else ()
+    response = make_response([*said, *turn], finish_reason=finish_reason, extensions=extensions)
     return Completion(request=request, response=response)
 
 
-class PlainTask:
-    """No verifier: rewards alone."""
-
-    verifier = None
-
-
 def grader_of(reward: str = "environment") -> Grader:
-    return Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
+    """No verifier: rewards alone."""
+    return Grader(Rows(None), [RewardSection(name=reward)], GradingSection(), 100)
 
 
 def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **options: Any) -> Collector:
@@ -98,142 +93,6 @@ def answers_of(conversations: EnvironmentTurns) -> list[Answer]:
 
     wait_until(is_done)
     return answers
-
-
-class Echo(EnvironmentBase):
-    """Repeats the turn; counts what it has heard; "stop" ends, and text after "raise" is raised."""
-
-    num_open = 0
-
-    def __init__(self, options: Section, shared: Any) -> None:
-        super().__init__(options, shared)
-        self.heard: list[str] = []
-        type(self).num_open += 1
-
-    def step(self, turn: Turn) -> Step:
-        self.heard.append(turn.text)
-        if turn.text.startswith("raise"):
-            raise RuntimeError(turn.text)
-        if turn.text.startswith("wait"):
-            time.sleep(float(turn.text.removeprefix("wait")))
-        said = {"observation": f"{len(self.heard)}:{turn.text}", "metrics": {"heard": len(self.heard)}}
-        return Step(**said, is_done=turn.text == "stop", reward=1.0, stop_reason="told")  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        type(self).num_open -= 1
-
-
-class HastyEcho(Echo):
-    """With a short time limit."""
-
-    timeout_seconds = 0.5
-
-
-class Serial(EnvironmentBase):
-    """One step at a time; "hang" exceeds the time limit, until `is_free`. Counts the steps that overlap others."""
-
-    timeout_seconds = 1.0
-    is_free = threading.Event()
-    num_running = num_overlapping = 0
-
-    @classmethod
-    def max_parallel(cls, options: Section) -> int:
-        return 1
-
-    def step(self, turn: Turn) -> Step:
-        if turn.text == "hang":
-            self.is_free.wait(60)
-            return Step(is_done=True)
-        type(self).num_running += 1
-        type(self).num_overlapping += self.num_running > 1
-        time.sleep(0.2)
-        type(self).num_running -= 1
-        return Step(is_done=True)
-
-
-class AsyncEcho(EnvironmentBase):
-    """As `Echo`, in the event loop."""
-
-    async def step(self, turn: Turn) -> Step:
-        await asyncio.sleep(0.01)
-        if turn.text.startswith("raise"):
-            raise RuntimeError(turn.text)
-        if turn.text == "interrupt":
-            raise KeyboardInterrupt
-        return Step(observation=turn.text)
-
-
-class Unusable(EnvironmentBase):
-    """Each turn brings another mistake of an author."""
-
-    def step(self, turn: Turn) -> Step:
-        mistakes: dict[str, Any] = {
-            "reward": {"observation": "a", "reward": float("nan")},
-            "metric": {"observation": "a", "metrics": {"a": "b"}},
-            "type": {"observation": 3},
-            "texts": {"observation": ["a", None]},
-            "outcomes": {"observation": "a", "outcomes": "ok"},
-            "generator": {"observation": (text for text in "ab")},
-            "set": {"observation": "a", "outcomes": {"ok"}},
-            "reason": {"is_done": True, "stop_reason": None},
-            "done": {"is_done": np.True_, "reward": np.float32(1), "metrics": {"a": np.int64(2)}},
-            "silent": {},
-        }
-        if turn.text in ("exit", "interrupt"):
-            raise SystemExit(0) if turn.text == "exit" else KeyboardInterrupt
-        return "no step" if turn.text == "text" else Step(**mistakes[turn.text])  # type: ignore[return-value]
-
-    def close(self) -> None:
-        raise RuntimeError("close")
-
-
-class Stuck(EnvironmentBase):
-    """Hangs in the method that `where` names, until `is_free`; in a coroutine it blocks the event loop."""
-
-    where: ClassVar[str] = ""
-    timeout_seconds = 0.5
-    is_free = threading.Event()
-
-    def __init__(self, options: Section, shared: Any) -> None:
-        super().__init__(options, shared)
-        self.reach("init")
-
-    @classmethod
-    def reach(cls, name: str) -> None:
-        """Hang here, if this is the place."""
-        if name == cls.where:
-            cls.is_free.wait(60)
-
-    @classmethod
-    @contextmanager
-    def open(cls, options: Section) -> Iterator[None]:
-        cls.reach("open")
-        yield
-        cls.reach("end")
-
-    @classmethod
-    def max_parallel(cls, options: Section) -> int:
-        cls.reach("max_parallel")
-        return 2
-
-    def start(self, prompt: Prompt) -> None:
-        self.reach("start")
-
-    def step(self, turn: Turn) -> Step | Coroutine[Any, Any, Step]:
-        self.reach("step")
-        return self.step_later() if self.where.startswith("async") else Step(is_done=True, reward=1.0)
-
-    async def step_later(self) -> Step:
-        self.reach("async step")
-        if self.where == "async wait":
-            await asyncio.sleep(60)
-        return Step(is_done=True)
-
-    def replay(self, turn: Turn, answer: Step) -> None:
-        self.reach("replay")
-
-    def close(self) -> None:
-        self.reach("close")
 
 
 class BrokenAtStart(EnvironmentBase):
@@ -275,31 +134,20 @@ class Digits(EnvironmentBase):
         return digits(sum(turn.token_ids))
 
 
-class Ledger(EnvironmentBase):
-    """As `Digits`, of all turns of the sample so far; counts the steps by these turns."""
-
-    num_steps: ClassVar[Counter[tuple[tuple[int, ...], ...]]] = Counter()
+class AsyncLedger(EnvironmentBase):
+    """As `Digits`, of all turns of the sample so far."""
 
     def __init__(self, options: Section, shared: Any) -> None:
         super().__init__(options, shared)
-        self.turns: list[tuple[int, ...]] = []
+        self.totals: list[int] = []
 
     def step(self, turn: Turn) -> Step:
-        self.turns.append(turn.token_ids)
-        self.num_steps[tuple(self.turns)] += 1
-        return digits(sum(map(sum, self.turns)) + len(self.turns))
-
-    def replay(self, turn: Turn, answer: Step) -> Coroutine[Any, Any, None] | None:
-        self.turns.append(turn.token_ids)
-        return None
-
-
-class AsyncLedger(Ledger):
-    """As `Ledger`."""
+        self.totals.append(sum(turn.token_ids))
+        return digits(sum(self.totals) + len(self.totals))
 
     async def replay(self, turn: Turn, answer: Step) -> None:
         await asyncio.sleep(0)
-        super().replay(turn, answer)
+        self.totals.append(sum(turn.token_ids))
 
 
 LEDGER = {"name": "environment_cases:AsyncLedger", "max_turns": 4, "max_observation_tokens": 16}

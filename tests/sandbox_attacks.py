@@ -31,21 +31,8 @@ HARMLESS_IN_BUBBLEWRAP = {"list the project", "list the home folder", "list the 
 
 
 COLUMN = 1 + (platform.machine() == "aarch64")
-CALLS = """
-clone 56 220 (17, 0, 0, 0, 0); clone 56 220 (0x10F00, 0, 0, 0, 0); clone3 435 435 (bytes(88), 88); fork 57 - (0,);
-vfork 58 - (0,); unshare 272 97 (0x10000000,); mount 165 40 (b'none', b'/tmp', b'tmpfs', 0, 0); bpf 321 280 (0, 0, 72);
-io_uring_setup 425 425 (1, bytes(120)); keyctl 250 219 (0, -3, 0); perf_event_open 298 241 (bytes(112), 0, -1, -1, 0);
-userfaultfd 323 282 (0,); memfd_create 319 279 (b'x', 0); shmget 29 194 (0, 4096, 0o1666); mq_unlink 241 181 (b'x',);
-open_by_handle_at 304 265 (-100, bytes(128), 0); inotify_init1 294 26 (0,); inotify_add_watch 254 27 (0, b'/tmp', 9);
-getxattrat 464 464 (-100, {secret!r}.encode(), 0, b'user.x', 0, 16); statmount 457 457 (bytes(32), bytes(800), 800, 0);
-listxattrat 465 465 (-100, {secret!r}.encode(), 0, 0, 0); listmount 458 458 (bytes(32), bytes(800), 100, 0);
-file_getattr 468 468 (-100, {secret!r}.encode(), bytes(64), 64, 0); kill 62 129 (os.getppid(), 9);
-tgkill 234 131 (os.getppid(), os.getppid(), 9); rt_sigqueueinfo 129 138 (os.getppid(), 9, bytes(128));
-ptrace 101 117 (16, os.getppid(), 0, 0); process_vm_readv 310 270 (os.getppid(), 0, 0, 0, 0, 0); prctl 157 167 (1, 0);
-process_vm_writev 311 271 (os.getppid(), 0, 0, 0, 0, 0); pidfd_getfd 438 438 (3, 4, 0)
-"""
-"""Name, numbers on x86_64 and aarch64, arguments."""
-BY_NUMBER = [row.split(maxsplit=3) for row in CALLS.split(";") if row.split()[COLUMN] != "-"]
+PROGRAMS = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))
+BY_NUMBER = [row.split(maxsplit=3) for row in PROGRAMS["calls"].split(";") if row.split()[COLUMN] != "-"]
 OTHER_NUMBERS = set(range(600)) - {
     int(row.split()[COLUMN].replace("-", "-1")) for row in (ALLOWED_CALLS + "," + ALLOWED_VALUES).split(",")
 }
@@ -76,7 +63,6 @@ def attempts(text: str) -> Attack:
     return Attack(PRELUDE + code, output="refused")
 
 
-PROGRAMS = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))
 MADE = {
     "double fork and setsid": Attack(
         PRELUDE + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",

@@ -49,7 +49,7 @@ def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> Reward
 class Rows(TaskBase):
     """A task of (prompt_id, answer, solution) rows, for what needs its verifier and solutions only."""
 
-    def __init__(self, verifier: Verifier, *rows: tuple[str, str, str | None]) -> None:
+    def __init__(self, verifier: Verifier | None, *rows: tuple[str, str, str | None]) -> None:
         self.verifier = verifier
         self.eval_prompts = [
             Prompt(prompt_id=name, text="x", token_ids=(0,), answer=answer) for name, answer, _ in rows

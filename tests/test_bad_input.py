@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,6 +20,8 @@ from typer.testing import CliRunner, Result
 from srtrl.cli import app
 from srtrl.features.adapters import Adapter, save_adapter
 from srtrl.recipe.file import RecipeError, load_recipe
+from srtrl.resolve import resolve_class
+from srtrl.tasks.row_task import read_prompts
 
 TABLES: dict[str, str] = dict(
     re.findall(r"^# (\w+): .*\n((?:[^#\n].*\n)+)", Path(__file__).with_suffix(".txt").read_text("utf-8"), re.MULTILINE)
@@ -26,6 +29,9 @@ TABLES: dict[str, str] = dict(
 """Commands, overrides, combinations of them, and what fits."""
 ABBREVIATIONS = {
     "LONG": "x" * 5_000,
+    "BRACKETS": "[" * 100_000,
+    "NINES": "9" * 5_000,
+    "BYTE": "\udcff",
     "CONTROL": "\x01",
     "HALF": "'o\udcff'",
     "HEADS": "architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads",
@@ -62,9 +68,8 @@ FLAWED = """
 from srtrl.algorithms.advantages import token_level
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.recipe.schema import Section
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.reward_input import batched
+from srtrl.tasks.reward_input import batched, isolated
 
 def only_loss(logprobs, *_, **__): return -logprobs
 def float_metric(logprobs, *_, **__): return -logprobs, {"mine": 0.5}
@@ -98,11 +103,11 @@ def with_critic(token_rewards, values, mask, *, group_index, gamma, lam): return
 @batched
 async def marked(samples): return [1.0 for _ in samples]
 
+@isolated
+@batched
+def both_marks(samples): return [1.0 for _ in samples]
+
 class Bare: pass
-class Slim:
-    Options = Section
-    check_options = staticmethod(print)
-    def __init__(self, options, *, tokenizer, max_prompt_tokens): pass
 class Short(TaskBase):
     def __init__(self, options, tokenizer): pass
 class Silent(TaskBase): pass
@@ -246,6 +251,19 @@ def test_a_bad_override_is_one_message_that_names_it(overrides: str, message: st
     said = refusal(f"train recipe.yaml {overrides}")
     assert message in said
     assert any(f"override `{override}`: " in said for override in shlex.split(written_out(overrides))), said
+
+
+def test_a_row_that_cannot_be_used_is_named_with_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for case, reason in parsed("rows"):
+        name, options, row = case.split(" | ")
+        line = written_out(row).encode(errors="surrogateescape")
+        file.write_bytes(b"\n%b\n%b" % (line if "id_field" in options else b"", line))
+        checked = resolve_class("srtrl.tasks", name, "Task").Options(
+            train={"files": [str(file)]}, **json.loads(options)
+        )
+        with pytest.raises(ValueError, match=rf"^{file}:3: .*{re.escape(reason)}.*: skip\)$"):
+            list(read_prompts(checked, checked.train, "train", Counter()))
 
 
 @pytest.mark.parametrize("case", re.findall(r"(.*)\n    (.*)\n", TABLES["combinations"]), ids="".join)

@@ -17,7 +17,6 @@ from drafter_cases import random_draft
 from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save as to_safetensors
 from safetensors.torch import load_file
 from test_engine_property import varied_requests
 from test_turns import converse, turn_requests
@@ -137,11 +136,6 @@ def test_what_margins_were_worth_is_saved_and_read_for_any_k(
     decode(engine, varied_requests())
     saved.save(tmp_path)
     [[purpose, rows]] = saved.tables.items()
-    for bad in (rows[:, :1], -rows, np.where(rows > 0, np.nan, rows), rows[..., ::-1]):
-        (tmp_path / FILE).write_bytes(to_safetensors({purpose: np.ascontiguousarray(bad)}))
-        with pytest.raises(ValueError, match=f"{FILE}: expected tables of accepted and tried tokens"):
-            saved.load(tmp_path)
-    saved.save(tmp_path)
     assert (rows[:, 0].sum((1, 2)) > 0).all()
     for k in (2, 3, 5):
         engine, loaded = with_head(k)

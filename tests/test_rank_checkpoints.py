@@ -151,20 +151,12 @@ def files_of(path: Path) -> list[Path]:
     return sorted((path / "optimizer").iterdir())
 
 
-def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path) -> None:
-    """Also where there is no manifest to compare with."""
+def test_a_lost_part_is_no_number(written: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(written / str(SHARED[1]), tmp_path / "written")) / STEP
     *_, damaged = files_of(path)
-    data = damaged.read_bytes()
-    damaged.write_bytes(data[:-1])
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     assert find_damage(path, policy_only=True) is None
     assert find_damage(path) == f"{damaged} is missing or not as manifest.json lists it"
-    damaged.write_bytes(data)
-    for file in files_of(path):
-        kept = file.rename(tmp_path / "kept")
-        with pytest.raises(ValueError, match=r"/optimizer: (parts of its|its) .*name=OTHER model\.path="):
-            make_trained(policy, torch.bfloat16, "ddp").load(path)
-        kept.rename(file)
 
 
 def test_large_states_are_written_in_several_files(

@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from task_cases import byte_tokenizer
+from task_cases import byte_tokenizer, cases_in
 
 from srtrl.tasks.arithmetic import ArithmeticOptions, Task, draw_expressions, is_correct, split_of
 from srtrl.tasks.rendering import tokenise
@@ -73,26 +73,10 @@ def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:
     assert list(plain.token_ids) == byte_tokenizer("$A")("ab")["input_ids"]
 
 
-VERDICTS = [
-    ("1+1=2\nAnswer: 2", "2", True),
-    ("Answer:2", "2", True),
-    ("Answer: 1\nAnswer: 2", "2", True),
-    ("Answer: 02", "2", True),
-    ("Answer: -0", "0", True),
-    ("Answer: -5", "5", False),
-    ("Answer: 2 or 3", "2", False),
-    ("Answer: 2.0", "2", False),
-    ("Answer: ٢", "2", False),
-    ("Answer: 2\nso it is", "2", True),
-    ("1+1=2", "2", False),
-    ("", "2", False),
-    ("Answer: --2", "-2", False),
-]
-
-
-def test_verifier() -> None:
-    for text, answer, correct in VERDICTS:
-        assert is_correct(text, answer) is correct, text
+def test_the_last_integer_that_is_marked_counts() -> None:
+    for line in cases_in("integers.txt"):
+        known, _, answer = line.partition(" => ")
+        assert is_correct(known, answer.removeprefix("not ")) is not answer.startswith("not "), line
 
 
 @given(st.text(), st.integers())
@@ -100,12 +84,3 @@ def test_verifier_takes_any_text(text: str, value: int) -> None:
     assert is_correct(f"{text}\nAnswer: {value}", str(value))
     assert not is_correct(f"{text}\nAnswer: {value}", str(value + 1))
     assert is_correct(text, str(value)) in (True, False)
-
-
-@pytest.mark.timeout(30)
-def test_verifier_is_linear_in_the_text() -> None:
-    """In quadratic time this would take minutes."""
-    for unit in ("Answer: ", "Answer: 1\n", "9", " ", "-", "Answer: " + "0" * 1000, "\ud800"):
-        text = unit * (2_000_000 // len(unit))
-        for suffix in ("", "\nAnswer: ", "\nAnswer: " + "7" * 1_000_000, " x"):
-            is_correct(text + suffix, "7")

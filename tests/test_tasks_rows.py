@@ -1,10 +1,8 @@
-"""The tasks of rows, `math` and `prompts`: rows become prompts or are refused; answers; runs without verdicts."""
+"""The tasks of rows, `math` and `prompts`: rows become prompts or are skipped; runs without verdicts."""
 
 import json
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 from bench_cases import run as command
-from task_cases import byte_tokenizer, cases_in, sample_of
+from task_cases import byte_tokenizer, cases_in
 from tiny_run import make_recipe
 from transformers import AutoTokenizer
 
@@ -24,31 +22,25 @@ from srtrl.recipe.schema import Recipe
 from srtrl.report.page import write_report
 from srtrl.run.metrics import run_figures
 from srtrl.statistics import mean_interval
-from srtrl.tasks import math, prompts, rewards
+from srtrl.tasks import math, prompts
 from srtrl.tasks.base import load_task
-from srtrl.tasks.choices import extract_letter, is_chosen
-from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.grading import Grader
-from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.row_task import RowTask
 from srtrl.tasks.rows import RowSource, read_rows
 
-GSM8K: dict[str, Any] = {"problem_field": "question", "answer_pattern": "#### (.+)", "solution_field": "answer"}
 ROW = {"problem": "What is 1+1?", "answer": "2", "solution": "1+1=2"}
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if calm %}, calm{% endif %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
 USER = {"role": "user", "content": "Hi?\n"}
-SYSTEM = {"role": "system", "content": "Be kind."}
-TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER]
+WRAPPED: dict[str, Any] = {"chat_template": True}
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> dict[str, Any]:
-    """A JSONL file; texts and bytes are written as they are."""
-    texts = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
-    path.write_bytes(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts))
+    """A JSONL file; texts are written as they are."""
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), "utf-8")
     return {"files": [str(path)]}
 
 
@@ -72,97 +64,43 @@ def load_rows(tmp_path: Path, *rows: Any, task: type[RowTask[Any]] = prompts.Tas
     return load(write_rows(tmp_path / "rows.jsonl", rows), task, **options)
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
-
-ARC = [
-    {"text": ["one", "two", "three", "four"], "label": labels} for labels in (list("1234"), list("ABCD"), list("1BC4"))
-]
-QUESTION = {"problem": "Which is prime?", "choices": ["4", "9", "A square", "13"], "answer": 3, "subject": "maths"}
-CHOICES = {"choices_field": "choices"}
-LABELS = {"choices_field": "choices.text"}
-BOXED = {"answer_field": "solution", "answer_boxed": True}
-IMAGE = [{"bytes": "aGk="}]
-NO_BOXES = ("1", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}")
-MATH_ROWS: list[tuple[dict[str, Any], Any, str]] = [
-    ({}, '{"problem": "a", ', "not JSON: "),
-    ({}, b'{"problem": "\xff", "answer": "2"}', "not JSON: 'utf-8' codec can't decode byte 0xff"),
-    ({}, "[" * 100_000, "not JSON: maximum recursion depth exceeded"),
-    ({}, '{"problem": "a", "answer": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
-    ({}, '{"problem": "a", "answer": NaN}', "field `answer` must be a text or a number"),
-    ({}, '{"problem": "\\ud800", "answer": "2"}', "field `problem` is no valid Unicode"),
-    ({}, "[1, 2]", "expected an object with fields, found list"),
-    ({}, {"problem": "a"}, "no field `answer`; its fields are problem"),
-    ({}, {"problem": "a", "answer": "  "}, "field `answer` is empty"),
-    ({}, {"problem": "a", "answer": None}, "field `answer` must be a text or a number, it is NoneType"),
-    *(({}, {"problem": blank, "answer": "1"}, "field `problem` is empty") for blank in ("", "\n\t\r\n", "\u00a0")),
-    (
-        {"problem_field": "probelm"},
-        ROW,
-        "no field `probelm`, did you mean `problem`?; its fields are problem, answer, ",
-    ),
-    ({}, {"question": "1+1?", "answer": "2"}, "are question, answer: set task.options.problem_field: question (or"),
-    ({}, {"prompt": [USER], "answer": "2"}, "are prompt, answer: set task.options.problem_field: prompt (or"),
-    ({}, {"problem": "a", "x": "2"}, "its fields are problem, x: set task.options.answer_field to one of them (or"),
-    *(({}, {**ROW, name: IMAGE}, f"field `{name}` holds something") for name in ("images", "image", "videos")),
-    *((BOXED, ROW | {"solution": text}, "no answer: `solution` has") for text in NO_BOXES),
-    ({"answer_field": "solution", "answer_pattern": "#### (.+)"}, ROW, "no answer: `solution` has no "),
-    (CHOICES, QUESTION | {"answer": 4}, "field `answer` must be a letter A to D or an index 0 to 3, it is '4'"),
-    (CHOICES, QUESTION | {"answer": "13"}, "field `answer` must be a letter A to D"),
-    (CHOICES, QUESTION | {"choices": "4 or 9"}, "field `choices` must be a list of 2 to 26 choices, it is '4 or 9'"),
-    (CHOICES, QUESTION | {"choices": ["4", None]}, "field `choices` must hold texts or numbers, it holds None"),
-    (CHOICES, QUESTION | {"choices": [{"label": "A"}, {"label": "B"}]}, "field `choices` must hold texts or numbers,"),
-    (LABELS, {"problem": "a", "choices": ARC[0], "answer": "5"}, "field `answer` must be one of the choices' labels"),
-    (LABELS, {"problem": "a", "choices": ARC[0], "answer": "A"}, "field `answer` must be one of the choices' labels"),
-    (LABELS, {"problem": "a", "choices": ARC[1], "answer": "2"}, "field `answer` must be one of the choices' labels"),
-    (LABELS, ROW | {"choices": ARC[0] | {"label": ["1", "2", "3"]}}, "field `choices.text` has 4 choices, and as labe"),
-    (LABELS, ROW | {"choices": ARC[0] | {"label": ["1", "2", "2", "3"]}}, "field `choices.text` has 4 choices, and as"),
-]
-PROMPT_ROWS: list[tuple[dict[str, Any], Any, str]] = [
-    ({}, {"prompt": []}, "field `prompt` is an empty list; expected messages"),
-    ({}, {"prompt": json.dumps(TURNS)}, "field `prompt` is messages written as one text of JSON: give the list"),
-    ({}, {"prompt": ["Hi?"]}, 'prompt.0: expected {"role": ..., "content": ...}, found \'Hi?\''),
-    ({}, {"prompt": [USER, {"content": "x"}]}, 'prompt.1: expected {"role": ..., "content": ...}, found'),
-    ({}, {"prompt": [{"role": "user"}]}, "field `prompt.0.content` must be a text or a number, it is NoneType"),
-    ({}, {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "field `prompt.0.content` must be a text or"),
-    ({}, {"prompt": TURNS[:2]}, "the last message of `prompt` must be the user's, it is of the role assistant"),
-    ({}, {"messages": [USER], "target": 1}, "are messages, target: set task.options.prompt_field: messages (or"),
-    ({}, {"words": "Hi?"}, "its fields are words: set task.options.prompt_field to one of them (or"),
-    ({"prompt_template": "Make {targt}."}, {"target": 7}, "no field `targt`, did you mean `target`?"),
-    (
-        {"answer_field": "answer"},
-        {"prompt": "Hi?", "answer": {"a": 1}},
-        "field `answer` must be a text or a number, it",
-    ),
-    ({"id_field": "id"}, {"prompt": "a", "id": 7}, "an earlier row has the same `id`, 7 (or"),
-]
-"""Options, a row in the third line, and the reason."""
+# --- Rows become prompts ----------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_cannot_be_used_is_named_with_its_reason_or_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    source: dict[str, Any] = {"files": [str(file)]}
-    cases = [(math.Task, *row) for row in MATH_ROWS] + [(prompts.Task, *row) for row in PROMPT_ROWS]
-    for task, options, row, reason in cases:
-        write_rows(file, ["", row if "id_field" in options else "", row])
-        with pytest.raises(ValueError, match=rf"^{file}:3: .*{re.escape(reason)}.*: skip\)$"):
-            load(source, task, **options)
-    rows = [row for options, row, _ in MATH_ROWS if not options]
-    write_rows(file, [rows[0], ROW, *rows[1:], ROW])
-    with caplog.at_level(logging.WARNING):
-        skipped = load(source, malformed_rows="skip")
-    assert [prompt.prompt_id for prompt in skipped.train_prompts] == ["rows.jsonl:2", f"rows.jsonl:{len(rows) + 2}"]
-    assert skipped.load_report == {"train/rows": len(rows) + 2, "train/malformed": len(rows), "train/overlong": 0}
-    assert f"skipped {len(rows)} of {len(rows) + 2} rows; the first: {file}:1: not JSON" in caplog.text
-    for rows, reason in (([], "there are no rows"), (["x"] * 3, "none of the 3 rows can be used; the first: ")):
-        write_rows(file, rows)
-        with pytest.raises(ValueError, match=rf"task\.options\.train: {re.escape(str(file))}: {reason}"):
-            math.Task(
-                math.MathOptions(train=RowSource(**source), malformed_rows="skip"),
-                tokenizer=byte_tokenizer(),
-                max_prompt_tokens=10,
-            )
+def test_rows_become_prompts(tmp_path: Path) -> None:
+    """Task, its options, a row; the text to the byte, and the answers. `math` and `prompts` give the same tokens."""
+    for name, options, row, text, answers in map(json.loads, cases_in("rows.jsonl")):
+        is_math = name == "math"
+        [prompt] = load_rows(tmp_path, row, task=math.Task if is_math else prompts.Task, **options).train_prompts
+        assert (prompt.text, prompt.answers, prompt.answer) == (text, tuple(answers), answers[0]), (options, row)
+        bos = () if "<bot>" in text else (0,)
+        assert prompt.token_ids[: len(bos)] == bos  # a chat template has added what is needed
+        assert str(byte_tokenizer().decode(list(prompt.token_ids[len(bos) :]))) == text
+        if not is_math and "prompt_template" not in options:
+            row["answer"] = "1"
+            [other] = load_rows(tmp_path, row, task=math.Task, problem_field="prompt", **options).train_prompts
+            assert (other.text, other.token_ids) == (prompt.text, prompt.token_ids)
+
+
+def test_rewards_see_the_whole_row(tmp_path: Path) -> None:
+    row = {"text": "Hi?", "id": "a", "style": {"tone": "calm"}, "target": 7, "answer": "of no interest"}
+    names: dict[str, Any] = {"prompt_field": "text", "id_field": "id", "answer_field": "target"}
+    task = load_rows(tmp_path, row, row | {"id": 8}, row | {"id": 9.5}, row | {"id": 10**400}, **names)
+    prompt = task.train_prompts[0]
+    assert (prompt.prompt_id, prompt.answer, prompt.metadata) == ("a", "7", row)
+    assert [one.prompt_id for one in task.train_prompts[1:]] == ["8", "9.5", "1" + "0" * 400]
+    assert task.eval_prompts == []
+    assert task.load_report == {"train/rows": 4, "train/malformed": 0, "train/overlong": 0}
+    with pytest.raises(ValueError, match=r"^a has no solution: the rows of this task hold prompts only"):
+        task.solution(prompt)
+
+
+def test_solutions(tmp_path: Path) -> None:
+    task = load_rows(tmp_path, ROW, task=math.Task)
+    assert task.solution(task.train_prompts[0]) == "1+1=2"
+    task = load_rows(tmp_path, ROW, task=math.Task, solution_field="solutoin")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1 has no solution: no field `solutoin`, did you mean `sol"):
+        task.solution(task.train_prompts[0])
 
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
@@ -177,81 +115,51 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     assert len(load_rows(tmp_path, *mixed, **WRAPPED).train_prompts) == 2
 
 
-# --- Rows become prompts ----------------------------------------------------------------------------------------------
-
-WRAPPED: dict[str, Any] = {"chat_template": True}
-FILLED = "[3, 25] [3, 25] calm \\boxed{target} { x } {}"
-RENDERED: list[tuple[Any, dict[str, Any], str]] = [
-    (" Hi?\n", {}, " Hi?\n"),  # to the byte: neither stripped nor added to
-    ("Hi?", {"prompt_template": "{prompt} {x}"}, "Hi? {x}"),
-    ("Hi?", WRAPPED, "<user>Hi?<bot>"),
-    ("Hi?", {**WRAPPED, "system_prompt": "Be brief."}, "<system>Be brief.<user>Hi?<bot>"),
-    ([USER], {}, "<user>Hi?\n<bot>"),
-    (TURNS, {}, "<user>a<assistant>b<user>Hi?\n<bot>"),
-    (TURNS, {"prompt_template": "Q: {prompt}"}, "<user>a<assistant>b<user>Q: Hi?\n<bot>"),
-    ([USER], {**WRAPPED, "system_prompt": "Be brief."}, "<system>Be brief.<user>Hi?\n<bot>"),
-    ([SYSTEM, USER], {**WRAPPED, "system_prompt": "Be brief."}, "<system>Be kind.<user>Hi?\n<bot>"),
-    ([USER], {"system_prompt": "Be brief."}, "<system>Be brief.<user>Hi?\n<bot>"),  # messages need no option
-    ([USER], {"chat_template_options": {"calm": True}}, "<user>Hi?\n, calm<bot>"),
-    ("Hi?", {"prompt_template": "{nums} {nums}{style.tone} \\boxed{target} { x } {}"}, FILLED),
-    ("Hi?", {"prompt_template": "{target}: {texts}", **WRAPPED}, '<user>7: ["a", "{target}"]<bot>'),
-]
-OTHERS = {"nums": [3, 25], "target": 7, "style": {"tone": " calm"}, "texts": ["a", "{target}"], "images": []}
-
-
-def test_texts_and_messages_become_prompts(tmp_path: Path) -> None:
-    for value, options, text in RENDERED:
-        [prompt] = load_rows(tmp_path, {"prompt": value, **OTHERS}, **options).train_prompts
-        assert prompt.text == text
-        bos = () if "<bot>" in text else (0,)
-        assert str(byte_tokenizer().decode(list(prompt.token_ids[len(bos) :]))) == text
-        assert prompt.token_ids[: len(bos)] == bos  # a chat template has added what is needed
+def test_rows_of_real_files(shared_data: Path, tmp_path: Path) -> None:
+    gsm8k: dict[str, Any] = {"problem_field": "question", "answer_pattern": "#### (.+)", "solution_field": "answer"}
+    source = {"files": [str(shared_data / "math" / "gsm8k_test.jsonl")]}
+    task = load(source, prompt_template="Q: {problem}\nA:", **gsm8k)
+    assert task.load_report == {"train/rows": 1319, "train/malformed": 0, "train/overlong": 0}
+    first = task.train_prompts[0]
+    assert (first.prompt_id, first.answer) == ("gsm8k_test.jsonl:1", "18")
+    assert first.text.startswith("Q: Janet\u2019s ducks lay 16 eggs per day.")
+    assert task.solution(first).endswith("\n#### 18")
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "minimind")
+    rows = RowSource(**write_rows(tmp_path / "rows.jsonl", [ROW]))
+    begin = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
+    for template_options, thought in (({}, "<think>\n\n</think>\n\n"), ({"open_thinking": True}, "<think>\n")):
+        options = math.MathOptions(
+            train=rows, chat_template=True, system_prompt="Be brief.", chat_template_options=template_options
+        )
+        [prompt] = math.Task(options, tokenizer=tokenizer, max_prompt_tokens=100).train_prompts
+        assert prompt.text == begin + thought
+        assert tokenizer.decode(list(prompt.token_ids)) == prompt.text  # nothing added to what the template has
 
 
-REFERENCES: list[tuple[Any, tuple[str, ...]]] = [
-    ("a", ("a",)),
-    (7, ("7",)),
-    (["a", 7], ("a", "7")),
-    *((nothing, ("",)) for nothing in ("", None, [], {"a": 1}, ["a", None])),
-]
-"""Of the field `answer`, which needs no option; what is neither a text nor a number is left to the row."""
+# --- What is left out, or named ---------------------------------------------------------------------------------------
 
 
-def test_rewards_see_the_whole_row(tmp_path: Path) -> None:
-    row = {"text": "Hi?", "id": "a", "style": {"tone": "calm"}, "target": 7, "answer": "of no interest"}
-    names: dict[str, Any] = {"prompt_field": "text", "id_field": "id", "answer_field": "target"}
-    task = load_rows(tmp_path, row, **names)
-    [prompt] = task.train_prompts
-    assert (prompt.prompt_id, prompt.answer, prompt.metadata) == ("a", "7", row)
-    assert task.eval_prompts == []
-    assert task.load_report == {"train/rows": 1, "train/malformed": 0, "train/overlong": 0}
-    for given, answers in REFERENCES:
-        [prompt] = load_rows(tmp_path, {"prompt": "Hi?", "answer": given}).train_prompts
-        assert (prompt.prompt_id, prompt.answers, prompt.answer) == ("rows.jsonl:1", answers, answers[0])
-    with pytest.raises(ValueError, match=r"^rows\.jsonl:1 has no solution: the rows of this task hold prompts only"):
-        task.solution(prompt)
+def test_malformed_rows_are_skipped_where_the_recipe_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = re.escape(str(tmp_path / "rows.jsonl"))
+    with caplog.at_level(logging.WARNING):
+        task = load_rows(tmp_path, '{"problem": "a", ', ROW, "[1, 2]", "{}", ROW, task=math.Task, malformed_rows="skip")
+    assert [prompt.prompt_id for prompt in task.train_prompts] == ["rows.jsonl:2", "rows.jsonl:5"]
+    assert task.load_report == {"train/rows": 5, "train/malformed": 3, "train/overlong": 0}
+    assert re.search(rf"skipped 3 of 5 rows; the first: {place}:1: not JSON", caplog.text)
+    for rows, reason in (([], "there are no rows"), (["x"] * 3, "none of the 3 rows can be used; the first: ")):
+        with pytest.raises(ValueError, match=rf"task\.options\.train: {place}: {reason}"):
+            load_rows(tmp_path, *rows, task=math.Task, malformed_rows="skip")
 
 
-def test_mathematics_takes_messages_too(tmp_path: Path) -> None:
-    row = {"problem": [SYSTEM, {"role": "user", "content": " 1+1?\n"}], "answer": "1", "choices": [1, 2]}
-    template: dict[str, Any] = {"prompt_template": "{problem}\nPut the letter into \\boxed{}."}
-    [prompt] = load_rows(tmp_path, row, task=math.Task, choices_field="choices", **template).train_prompts
-    expected = "<system>Be kind.<user> 1+1?\n\nA. 1\nB. 2\nPut the letter into \\boxed{}.<bot>"
-    assert (prompt.text, prompt.answer) == (expected, "B")
-    [prompt] = load_rows(tmp_path, {"problem": "1+1?", "answer": "2"}, task=math.Task).train_prompts
-    assert prompt.text == "1+1?", "nothing is added to a problem unless the recipe says so"
-
-
-@pytest.mark.parametrize(
-    "value", [" Hi?\n", "\t\nHi?\r\n\n ", "Hi?\u00a0", "\ufeffHi?\u2028", [USER], [SYSTEM, TURNS[0], TURNS[1], USER]]
-)
-@pytest.mark.parametrize("wrapped", [{}, WRAPPED])
-def test_math_and_prompts_give_the_same_tokens(tmp_path: Path, value: Any, wrapped: dict[str, Any]) -> None:
-    row = {"prompt": value, "answer": "1"}
-    [first] = load_rows(tmp_path, row, **wrapped).train_prompts
-    [second] = load_rows(tmp_path, row, task=math.Task, problem_field="prompt", **wrapped).train_prompts
-    assert (second.text, second.token_ids) == (first.text, first.token_ids)
-    assert isinstance(value, list) or value in second.text
+def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [ROW, *({**ROW, "problem": text} for text in ("x" * 50, "y" * 29, "z" * 30, "x" * 3_000_000))]
+    with caplog.at_level(logging.WARNING):
+        task = load_rows(tmp_path, *rows, task=math.Task, max_prompt_tokens=30)
+    assert [prompt.text[0] for prompt in task.train_prompts] == ["W", "y"]  # BOS counts
+    assert task.load_report["train/overlong"] == 3
+    assert "3 of 5 prompts are longer than rollout.max_prompt_tokens (30); the first is rows.jsonl:2" in caplog.text
+    with pytest.raises(ValueError, match=r"5 of 5 prompts are longer"):
+        load_rows(tmp_path, *rows, task=math.Task, max_prompt_tokens=5)
 
 
 def test_a_field_of_tools_that_is_not_used_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,75 +167,6 @@ def test_a_field_of_tools_that_is_not_used_is_named(tmp_path: Path, caplog: pyte
     assert "`tools`" not in caplog.text
     load_rows(tmp_path, *({"prompt": [USER], "tools": [{"type": "function"}] * n} for n in range(3)))
     assert caplog.text.count("the field `tools` of its rows is not used") == 1
-
-
-def test_gsm8k_loads(shared_data: Path) -> None:
-    task = load(
-        {"files": [str(shared_data / "math" / "gsm8k_test.jsonl")]}, prompt_template="Q: {problem}\nA:", **GSM8K
-    )
-    assert task.load_report == {"train/rows": 1319, "train/malformed": 0, "train/overlong": 0}
-    first = task.train_prompts[0]
-    assert (first.prompt_id, first.answer) == ("gsm8k_test.jsonl:1", "18")
-    assert first.text.startswith("Q: Janet\u2019s ducks lay 16 eggs per day.")
-    assert task.solution(first).endswith("\n#### 18")
-
-
-def test_chat_template_of_a_real_tokenizer(shared_data: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "minimind")
-    rows = RowSource(**write_rows(tmp_path / "rows.jsonl", [ROW]))
-    options = math.MathOptions(train=rows, chat_template=True, system_prompt="Be brief.")
-    prompt = math.Task(options, tokenizer=tokenizer, max_prompt_tokens=100).train_prompts[0]
-    assert prompt.text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-    assert tokenizer.decode(list(prompt.token_ids)) == prompt.text  # nothing added to what the template has
-    thinking = options.model_copy(update={"chat_template_options": {"open_thinking": True}})
-    prompt = math.Task(thinking, tokenizer=tokenizer, max_prompt_tokens=100).train_prompts[0]
-    assert prompt.text.endswith("<|im_start|>assistant\n<think>\n")
-
-
-def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [ROW, *({**ROW, "problem": text} for text in ("x" * 50, "y" * 29, "z" * 30, "x" * 3_000_000))]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    with caplog.at_level(logging.WARNING):
-        task = load(source, max_prompt_tokens=30)
-    assert [prompt.text[0] for prompt in task.train_prompts] == ["W", "y"]  # BOS counts
-    assert task.load_report["train/overlong"] == 3
-    assert "3 of 5 prompts are longer than rollout.max_prompt_tokens (30); the first is rows.jsonl:2" in caplog.text
-    with pytest.raises(ValueError, match=r"5 of 5 prompts are longer"):
-        load(source, max_prompt_tokens=5)
-
-
-def test_fields_inside_fields_numbers_and_ids(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "a", "reward_model": {"ground_truth": 204, "style": "rule"}, "index": 7},
-        {"prompt": "b", "reward_model": {"ground_truth": "-0.5"}, "index": "eight"},
-        {"prompt": "c", "reward_model": {"ground_truth": 10**400}, "index": 9.5},
-    ]
-    fields = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth", "id_field": "index"}
-    task = load_rows(tmp_path, *rows, task=math.Task, **fields)
-    found = [(prompt.prompt_id, prompt.answer) for prompt in task.train_prompts]
-    assert found == [("7", "204"), ("eight", "-0.5"), ("9.5", "1" + "0" * 400)]
-
-
-SOLUTIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", {"answer_boxed": True}, "\\frac{1}{2}"),
-    ("\\boxed{\\{1, 2\\}}", {"answer_boxed": True}, "\\{1, 2\\}"),
-    ("\\boxed{x\n+ 1}", {"answer_boxed": True}, "x\n+ 1"),
-    ("#### 1\n#### 2 ", {"answer_pattern": "#### (.+)"}, "2"),
-]
-
-
-def test_the_answer_in_a_solution(tmp_path: Path) -> None:
-    for solution, options, answer in SOLUTIONS:
-        row = {"problem": "a", "solution": solution}
-        task = load_rows(tmp_path, row, task=math.Task, answer_field="solution", **options)
-        assert task.train_prompts[0].answer == answer
-        assert task.solution(task.train_prompts[0]) == solution
-    task = load_rows(tmp_path, ROW, task=math.Task, solution_field="solutoin")
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1 has no solution: no field `solutoin`, did you mean `sol"):
-        task.solution(task.train_prompts[0])
 
 
 KNOWN = ["0", "-1", "None", "A", "yes", "\\emptyset", "∅", "\\{\\}", "\\left\\{1\\right\\}", "no solution"]
@@ -375,97 +214,6 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
     parquet.write_bytes(parquet.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"train\.parquet: cannot read this Parquet file"):
         list(read_rows(RowSource(files=[str(parquet)])))
-
-
-# --- The verifier -----------------------------------------------------------------------------------------------------
-
-
-HOSTILE = [
-    ("\ud800 \\boxed{5}", True),
-    (f"\\boxed{{{'(' * 99}5{')' * 99}}}", False),  # absurd: too deep, too long
-    (f"\\boxed{{5{'+0' * 999}}}", False),
-    pytest.param(f"\\boxed{{{'(' * 29}5{')' * 29}}}", True, marks=pytest.mark.slow),  # brackets take quadratic time
-]
-
-
-@pytest.mark.parametrize(("text", "correct"), HOSTILE, ids=["surrogate", "too deep", "too long", "deepest"])
-def test_the_verifier_takes_any_text(text: str, correct: bool) -> None:
-    assert is_correct(text, "5") is correct
-
-
-def test_a_worker_imports_the_verifier_without_torch() -> None:
-    check = "import srtrl.tasks.worker, srtrl.tasks.math_verifier, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=100).returncode == 0
-
-
-UNITS = ["\\boxed{", "answer ", "final answer is ", "answer:\n", "1,", "{", "$", "$a$ and ", "**a ", "so C ", "#### "]
-UNITS += ["12,", "A, ", "B and ", "选", "答案", "\\boxed{}"]
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("text", [*UNITS, pytest.param("\\(", marks=pytest.mark.slow)])
-def test_reading_an_answer_takes_linear_time(text: str) -> None:
-    """In the trainer's own process: crafted text may not stall it. In quadratic time this would take minutes."""
-    num = 100_000
-    crafted = "answer" + text * num + " " * num + "x"
-    extract_answer(crafted)
-    extract_letter(crafted)
-    assert rewards.format(sample_of(crafted)) in (0.0, 1.0)
-
-
-# --- Multiple choice --------------------------------------------------------------------------------------------------
-
-
-def test_choices_stand_below_the_problem_and_the_answer_is_a_letter(tmp_path: Path) -> None:
-    template = "Q: {problem}\nA:"
-    rows = [{**QUESTION, "answer": answer} for answer in (3, "3", "D", "d")]
-    task = load_rows(tmp_path, *rows, task=math.Task, prompt_template=template, **CHOICES)
-    for prompt in task.train_prompts:
-        assert prompt.text == "Q: Which is prime?\nA. 4\nB. 9\nC. A square\nD. 13\nA:"
-        assert prompt.answer == "D"
-    assert task.verifier is is_chosen
-
-
-LABELLED: list[tuple[dict[str, Any], str, str]] = [
-    ({"choices": ARC[0], "answer": "3"}, "choices.text", "C"),
-    ({"choices": ARC[0], "answer": 4}, "choices.text", "D"),
-    ({"choices": ARC[1], "answer": "C"}, "choices.text", "C"),
-    ({"choices": ARC[1], "answer": "c"}, "choices.text", "C"),
-    ({"choices": ARC[2], "answer": "B"}, "choices.text", "B"),
-    ({"choices": ARC[2], "answer": "1"}, "choices.text", "A"),
-    ({"choices": {**ARC[0], "label": [1, 2, 3, 4]}, "answer": 1}, "choices.text", "A"),
-    ({"question": {"choices": ARC[0]}, "answer": "3"}, "question.choices.text", "C"),
-    ({"choices": ARC[0]["text"], "labels": ["4", "3", "2", "1"], "answer": "4"}, "choices", "A"),
-    (
-        {"choices": [dict(zip(ARC[0], pair, strict=True)) for pair in zip(*ARC[0].values(), strict=True)]}
-        | {"answer": 3},
-        "choices",
-        "C",
-    ),
-    ({"choices": {"A": "one", "B": "two", "C": "three", "D": "four"}, "answer": "C"}, "choices", "C"),
-    ({"choices": ["A)one", "B)two", "C)three", "D)four"], "answer": "C"}, "choices", "C"),
-    ({"choices": ["(A) one", "(B) two", "(C) three", "(D) four"], "answer": 3}, "choices", "D"),
-    ({"choices": ["1) one", "2) two", "3) three", "4) four"], "answer": "4"}, "choices", "D"),
-    ({"choices": ARC[0]["text"], "label": "2", "answer": "2"}, "choices", "C"),  # no labels: the index of the answer
-]
-
-
-def test_labels_of_choices_say_which_one_the_answer_is(tmp_path: Path) -> None:
-    for fields, choices_field, letter in LABELLED:
-        row = {"problem": "Which?", **fields}
-        [prompt] = load_rows(tmp_path, row, task=math.Task, choices_field=choices_field).train_prompts
-        assert (prompt.text, prompt.answer) == ("Which?\nA. one\nB. two\nC. three\nD. four", letter), fields
-    decimals = {"problem": "Which?", "choices": ["1.5", "2.5"], "answer": 1}
-    [prompt] = load_rows(tmp_path, decimals, task=math.Task, **CHOICES).train_prompts
-    assert (prompt.text, prompt.answer) == ("Which?\nA. 1.5\nB. 2.5", "B")
-
-
-def test_the_letter_that_a_completion_chose() -> None:
-    """Completion => the letter, of completions for multiple choice."""
-    for line in [*cases_in("letters.txt"), " => nothing"]:
-        text, _, letter = line.partition(" => ")
-        assert extract_letter(text) == (None if letter == "nothing" else letter), text
-        assert is_chosen(text, "D") is (letter == "D"), text
 
 
 # --- Without a verifier -----------------------------------------------------------------------------------------------

@@ -52,9 +52,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_shows_conversations_and_nothing_in_them_is_markup(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_shows_conversations_without_their_markup(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.report.charts.to_svg", lambda figure: "<svg></svg>")  # drawing takes seconds
     page = write_report(run).read_text(encoding="utf-8")
     assert page.count("alert(1)") == page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 0
@@ -147,17 +145,13 @@ def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
         assert counts.steps == counts.steps_without_drafts
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "tokens", "extensions"),
-    [(9, 9, ((3, 5),)), (6, 6, ((3, 5),)), (5, 3, ()), (4, 3, ()), (3, 3, ()), (2, 2, ())],
-)
-def test_a_truncated_sample_ends_with_what_was_sampled(
-    tmp_path: Path, max_tokens: int, tokens: int, extensions: tuple[tuple[int, int], ...]
-) -> None:
-    recording = record(tmp_path, TURNS, max_tokens=max_tokens)
-    (([sample],),) = [[prompt.samples for prompt in prompts] for prompts in recording]
-    assert (sample.tokens.tolist(), sample.extensions) == (SAMPLE[:tokens], extensions)
-    assert sample.is_cut == (tokens < len(SAMPLE))
+def test_a_truncated_sample_ends_with_what_was_sampled(tmp_path: Path) -> None:
+    for max_tokens, tokens in ((9, 9), (6, 6), (5, 3), (4, 3), (3, 3), (2, 2)):
+        [[prompt]] = record(tmp_path, TURNS, max_tokens=max_tokens)
+        [sample] = prompt.samples
+        extensions = ((3, 5),) if tokens > 5 else ()
+        assert (sample.tokens.tolist(), sample.extensions) == (SAMPLE[:tokens], extensions)
+        assert sample.is_cut == (tokens < len(SAMPLE))
 
 
 def test_replay_and_trie_of_a_run_know_its_turns(run: Path) -> None:

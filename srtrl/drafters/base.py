@@ -119,7 +119,7 @@ class DrafterBase:
         """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty.
 
         Raises:
-            ValueError: It cannot be read. A resume says so and goes on with what the drafter has learned anew.
+            ValueError: It cannot be used; the resume is refused.
         """
 
 

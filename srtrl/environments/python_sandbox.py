@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from srtrl.recipe.schema import Section
-from srtrl.tasks.worker_pool import WorkerPool
+from srtrl.tasks.worker_pool import Worker, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/urandom")
 MAX_CODE_CHARACTERS = 200_000
 """Longer code is an error: its syntax tree alone would take hundreds of megabytes."""
-START_SECONDS = 120.0
-"""Time limit for an interpreter to start and to import numpy and sympy."""
 GRACE_SECONDS = 10.0
 """Time after `wall_seconds` within which an interpreter must report, before it is killed itself."""
 
@@ -95,9 +93,9 @@ class PythonSandbox(WorkerPool):
                 "your files and, for example, your credentials. Only its CPU time, memory and output are limited"
             )
         command, environment = _command(self.kind, limits)
-        super().__init__([_Worker(command, environment, limits) for _ in range(num_workers)], "srtrl-python")
+        super().__init__([Interpreter(command, environment, limits) for _ in range(num_workers)], "srtrl-python")
         try:
-            list(self._threads.map(_Worker.launch, self._workers))
+            list(self._threads.map(Interpreter.start, self._workers))
         except RuntimeError:
             self.close()
             raise
@@ -118,39 +116,19 @@ class PythonSandbox(WorkerPool):
         return result
 
 
-class _Worker:
-    """One interpreter, replaced when it ends; used by one thread at a time, but for `close`."""
+class Interpreter(Worker):
+    """One interpreter, replaced when it ends."""
 
     def __init__(self, command: list[str], environment: dict[str, str], limits: SandboxLimits) -> None:
+        max_reply_bytes = 12 * limits.output_bytes + 10_000  # a byte is at most six characters of JSON
+        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+        super().__init__(max_reply_bytes, stdout=nothing, stderr=pipe, env=environment, cwd="/")
         self._command = command
-        self._environment = environment
         self._wall_seconds = limits.wall_seconds
-        self._max_reply_bytes = 12 * limits.output_bytes + 10_000  # a byte is at most six characters of JSON
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def launch(self) -> None:
-        """Start the interpreter, and wait until it has imported its packages.
-
-        Raises:
-            RuntimeError: it ended before that, or took too long.
-        """
-        pipe = subprocess.PIPE
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the Python sandbox is closed")
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env=self._environment,
-                cwd="/",
-                start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step
-            )
-        if not self._exchange(self._process, b"", START_SECONDS):
-            raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
+    def start(self) -> None:
+        """Start the interpreter, and wait until it has imported its packages; the errors are those of `launch`."""
+        self.launch(self._command, b"", "a sandboxed interpreter")
 
     def run(self, code: str) -> ToolResult:
         """Run one call.
@@ -162,50 +140,16 @@ class _Worker:
             stderr = f"SyntaxError: the code has {len(code)} characters, more than {MAX_CODE_CHARACTERS}\n"
             return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
         if self._process is None:
-            self.launch()
-        assert self._process is not None
+            self.start()
         begun = time.monotonic()
-        reply = self._exchange(self._process, json.dumps(code).encode() + b"\n", self._wall_seconds + GRACE_SECONDS)
-        if reply:
-            return ToolResult(**json.loads(reply))
-        message = self.reap()
+        with suppress(OSError, ValueError):  # it has ended, or does not answer: killed
+            request = json.dumps(code).encode() + b"\n"
+            return ToolResult(**self.exchange(request, self._wall_seconds + GRACE_SECONDS))
+        _, message = self.reap()
         if not self._is_closed:
-            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", message)
+            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", message or "no message")
         seconds = time.monotonic() - begun
         return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
-
-    def close(self) -> None:
-        """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                self._process.kill()
-
-    def reap(self) -> str:
-        """Kill the interpreter, if it lives, and wait until it is gone; returns the end of its stderr."""
-        with self._lock:
-            process, self._process = self._process, None
-        if process is None:
-            return ""
-        process.kill()
-        _, stderr = process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
-        return stderr.decode("utf-8", "replace").strip()[-1000:] or "no message"
-
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes:
-        """Send a request, return the line that answers it; empty if the interpreter ends, or is late and killed."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        backstop = threading.Timer(seconds, process.kill)
-        backstop.start()
-        try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            reply = process.stdout.readline(self._max_reply_bytes)
-        except BrokenPipeError:
-            return b""
-        finally:
-            backstop.cancel()
-        return reply if reply.endswith(b"\n") else b""
 
 
 def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"]:

@@ -280,7 +280,7 @@ def finish(_kind: type[BaseException] | None, error: BaseException | None, trace
 def main() -> None:
     """Answer requests until the trainer closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, replies = os.dup(0), os.dup(1)
+    requests, replies = os.dup(0), os.dup(0)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)

@@ -12,6 +12,11 @@ WORK_PER_THREAD = 100_000
 """Multiply-adds that are worth a thread: some tens of microseconds."""
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_cpu_threads(num_threads: int | None = None) -> None:
     """Let torch and Numba's kernels use `num_threads`, at most one for each core (by default torch's current number).
 
@@ -21,10 +26,10 @@ def set_cpu_threads(num_threads: int | None = None) -> None:
     """
     import torch
 
-    count, num_cores = num_threads or torch.get_num_threads(), os.cpu_count() or 1
-    if num_threads and num_threads > num_cores:
-        logger.warning("num_threads: %d is more than this machine has cores; %d are used", num_threads, num_cores)
-        count = num_cores
+    count = num_threads or torch.get_num_threads()
+    if num_threads and num_threads > num_cores():
+        count = num_cores()
+        logger.warning("num_threads: %d is more than the cores of this process; %d are used", num_threads, count)
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     torch.set_num_threads(count)
 

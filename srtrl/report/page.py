@@ -56,14 +56,15 @@ def render(run: Run) -> str:
     """The page as HTML text."""
     from jinja2 import Environment, StrictUndefined
 
+    figures = run_figures(run.rows)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         num_steps=run.num_steps,
         recipe=run.recipe,
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
-        headline=list(headline(run.rows).items()),
+        headline=list(headline(figures).items()),
         decoded=_decoded(run),
-        figures=[(name, figure) for name, figure in run_figures(run.rows).items() if name != "time of all stages"],
+        figures=[(name, figure) for name, figure in figures.items() if name != "time of all stages"],
         stages=[(name, seconds) for name, seconds in longest_stages(run.rows) if seconds > 0],
         over_time=_over_time(run),
         notices=list(_notices(run)),

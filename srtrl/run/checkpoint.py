@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from srtrl import ranks
@@ -128,7 +127,7 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     manifest, log = checkpoint / MANIFEST, checkpoint.parent.parent / "metrics.jsonl"
     try:
         files, rows = _read_manifest(checkpoint)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         if policy_only and _read_record(checkpoint).get("format") != FORMAT:
             return None
         read_state(checkpoint)  # raises for an earlier version
@@ -150,13 +149,7 @@ def check_policy(checkpoint: Path) -> None:
 def _read_manifest(checkpoint: Path) -> tuple[dict[str, Entry], Entry]:
     """The entries of the files, and of the rows of `metrics.jsonl`; LookupError and the like where some are missing."""
     record = json.loads((checkpoint / MANIFEST).read_bytes())
-    files, rows = dict(record["files"]), Entry(crc32=record["log"]["crc32"], size=record["log"]["size"])
-    for part in (STATE, "model", OPTIMIZER):
-        if not any(name.startswith(part) for name in files):
-            raise LookupError(f"no file {part}")
-    if type(rows["size"]) is not int:
-        raise TypeError(f"the size of the rows is {rows['size']}")
-    return files, rows
+    return dict(record["files"]), Entry(crc32=record["log"]["crc32"], size=record["log"]["size"])
 
 
 def _entry(file: Path, num_bytes: int | None = None) -> Entry:
@@ -346,10 +339,7 @@ def read_state(checkpoint: Path) -> TrainerState:
             f"{checkpoint / STATE}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
             f"begin a new run from its weights with name=OTHER model.path={checkpoint}"
         )
-    try:
-        return TrainerState(**record)
-    except TypeError as error:
-        raise ValueError(f"{checkpoint / STATE} is damaged: {error}") from error
+    return TrainerState(**record)
 
 
 def _read_record(checkpoint: Path) -> dict[str, Any]:
@@ -365,7 +355,7 @@ def load_tensors(checkpoint: Path, name: str, tensors: Mapping[str, Tensor]) -> 
     """Read the state of the optimizer in the folder `name` into these tensors; each rank reads what it needs alone.
 
     Raises:
-        ValueError: it is of another model, or damaged.
+        ValueError: it is of another model.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -378,21 +368,19 @@ def load_tensors(checkpoint: Path, name: str, tensors: Mapping[str, Tensor]) -> 
             _check_saved(key, tensors.get(key), saved.get(key))
         with _errors_as_they_were():
             load(dict(tensors), storage_reader=reader, no_dist=True)
-    except (ValueError, LookupError, OSError, SafetensorError) as error:  # the last three: damaged files
+    except ValueError as error:
         raise ValueError(
             f"{folder}: {error}; begin a new run from its weights with name=OTHER model.path={checkpoint}"
         ) from error
 
 
 def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
-    """Refuse a tensor that only the model or only the checkpoint has, that differs in shape, or lacks a part."""
+    """Refuse a tensor that only the model or only the checkpoint has, or that differs in shape."""
     if saved is None or tensor is None:
         lacking = "it" if saved is None else "this model"
         raise ValueError(f"{lacking} has no {name}: it is of another model, or of another model.dtype")
     if tensor.shape != saved.size:
         raise ValueError(f"its {name} has shape {list(saved.size)}, this model's {list(tensor.shape)}")
-    if sum(part.sizes.numel() for part in saved.chunks) != tensor.numel():
-        raise ValueError(f"parts of its {name} are missing")
 
 
 def delete(path: Path) -> None:

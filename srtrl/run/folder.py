@@ -164,34 +164,12 @@ def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
                 f"--resume: {folder / 'checkpoints'} holds no checkpoint of this run of {num_steps} steps: restore one "
                 "from a copy, or begin again with --overwrite"
             )
-    return [*_compare_recipes(old, recipe, source), *_damaged_rollouts(folder)]
+    return _compare_recipes(old, recipe, source)
 
 
 def _with_checksum(recipe: str) -> str:
     """The text of a recipe below a comment with its SHA-256, by which a resume sees that the file has changed."""
     return f"{CHECKSUM}{hashlib.sha256(recipe.encode()).hexdigest()}\n{recipe}"
-
-
-def _damaged_rollouts(folder: Path) -> list[str]:
-    """One line that names the rollout files of steps up to the last checkpoint that are not there, or cut.
-
-    Only the ends of a file are read: a changed byte between them is found by those who read it (`srtrl rollouts`).
-    """
-    last = latest_checkpoint(folder / "checkpoints")
-    files = [folder / "rollouts" / step_file_name(step + 1) for step in range(step_of(last) if last else 0)]
-    damaged = [file.name for file in files if not _is_whole(file)]
-    names = ", ".join(first_lines(damaged))
-    return [f"rollouts that are missing or damaged (training does not need them): {names}"] if damaged else []
-
-
-def _is_whole(file: Path) -> bool:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return bool(pyarrow.parquet.read_metadata(file).num_rows)
-    except (pyarrow.ArrowException, OSError):
-        return False
 
 
 def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from srtrl import __version__
+from srtrl.model.cpu_threads import num_cores
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +25,6 @@ def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     """Model name of the processor: that of Linux where there is one, else what Python knows."""
     name = re.search(r"^model name\s*: (.+)$", cpu_info.read_text(), re.MULTILINE) if cpu_info.is_file() else None
     return name[1] if name else platform.processor() or platform.machine()
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_machine(device: torch.device, dtype: str = "float32") -> str:

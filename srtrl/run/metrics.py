@@ -25,6 +25,8 @@ NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", 
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
 MANY_TRUNCATED = 0.5
 """With a larger share of truncated responses there is a notice."""
+TRAINING_REWARD, TIME = "training reward, first to last", "time of all stages"
+"""Figures of a run."""
 
 
 def rollout_metrics(
@@ -256,7 +258,7 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
             figures["gain"] = f"{100 * gain:+.1f} points" if name == "accuracy" else f"{gain:+.3f}"
     if steps:
         first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
-        figures["training reward, first to last"] = f"{first:.3f} to {last:.3f}"
+        figures[TRAINING_REWARD] = f"{first:.3f} to {last:.3f}"
     if steps and (share := fmean(row.get("length/truncated_share", 0) for row in steps)) > MANY_TRUNCATED:
         figures["reached rollout.max_new_tokens"] = f"{share:.0%} of the samples"
     if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
@@ -271,7 +273,9 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     stages = longest_stages(rows)
     total = sum(seconds for _, seconds in stages)
     shares = ", ".join(f"{name} {seconds / max(total, 1e-9):.0%}" for name, seconds in stages if 200 * seconds > total)
-    figures["time of all stages"] = f"{total:.1f} s ({shares})"
+    minutes, seconds = divmod(round(total), 60)
+    time = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    figures[TIME] = f"{time} ({shares})"
     return figures
 
 
@@ -308,25 +312,11 @@ def draft_figures(steps: Sequence[MetricRow]) -> dict[str, str]:
     return figures
 
 
-def headline(rows: Sequence[MetricRow]) -> dict[str, str]:
-    """The three figures of a run to see first: what drafts save, how much better the policy is, and the time."""
-    steps = [row for row in rows if row["step"] > 0]
-    evals = _evaluations(rows)
-    figures: dict[str, str] = {}
-    if drafted := drafted_steps(steps):
-        figures["tokens per decode step (1 without drafts)"] = f"{_tokens_per_decode(drafted):.2f}"
-    if evals:
-        name = main_figure(evals[-1])
-        values = [format(held_out[name], ".1%" if name == "accuracy" else ".3f") for held_out in (evals[0], evals[-1])]
-        figures[f"held-out {name}"] = " → ".join(dict.fromkeys(values))
-    elif steps:
-        first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
-        figures["training reward, first to last step"] = f"{first:.3f} → {last:.3f}"
-    minutes, seconds = divmod(round(sum(seconds for _, seconds in longest_stages(rows))), 60)
-    figures["time of all stages"] = (
-        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
-    )
-    return figures
+def headline(figures: Mapping[str, str]) -> dict[str, str]:
+    """Of `run_figures` those to see first: what drafts save, the last evaluation or the training reward, the time."""
+    held_out = [name for name in figures if name.startswith(("held-out accuracy", "held-out reward"))]
+    names = ("tokens per decode step", *(held_out[-1:] or [TRAINING_REWARD]), TIME)
+    return {name: figures[name] for name in names if name in figures}
 
 
 def _evaluations(rows: Sequence[MetricRow]) -> list[MetricRow]:

@@ -85,7 +85,7 @@ def check_task(recipe: Recipe) -> None:
 def needs_network(task: TaskSection) -> bool:
     """Whether loading the task downloads something."""
     task_class, options = _resolve_task(task)
-    return bool(getattr(task_class, "needs_network", TaskBase.needs_network)(options))
+    return task_class.needs_network(options)
 
 
 def load_task(
@@ -112,8 +112,7 @@ def load_task(
         options = options.model_copy(update={"chat_template_options": template_options})
     longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
     with Caught() as caught:
-        task: TaskBase = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
-        _check_members(recipe.task.name, task)
+        task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
     if (error := caught.error) is not None:
         if ":" not in recipe.task.name:
             raise error
@@ -123,9 +122,9 @@ def load_task(
     return task
 
 
-def _check_judges(task: object, recipe: Recipe) -> None:
+def _check_judges(task: TaskBase | type[TaskBase], recipe: Recipe) -> None:
     """Refuse rewards and filters that need a verdict where the task, or its class, has no verifier."""
-    if getattr(task, "verifier", True) is not None:
+    if task.verifier is not None:
         return
     reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no verifier"
     problems = [
@@ -143,7 +142,7 @@ def _check_judges(task: object, recipe: Recipe) -> None:
 
 
 def typed_prompts(task: TaskSection, prompts: Sequence[str | list[Message]]) -> list[tuple[str, list[Message] | None]]:
-    """Prompts as the task would ask them: what follows its class method `typed_prompt`; without one as they are.
+    """Prompts as the task would ask them, by its class method `typed_prompt`.
 
     Returns:
         For each the text, and the messages of a task that uses the tokenizer's chat template.
@@ -154,22 +153,14 @@ def typed_prompts(task: TaskSection, prompts: Sequence[str | list[Message]]) -> 
     task_class, options = _resolve_task(task)
     if not hasattr(options, "text_option") and not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError(f"prompts of the task {task.name} are texts, not messages: give texts, or --raw")
-    typed_prompt = getattr(task_class, "typed_prompt", lambda _, text: (text, None))
-    return [typed_prompt(options, prompt) for prompt in prompts]
+    return [task_class.typed_prompt(options, prompt) for prompt in prompts]
 
 
-def _resolve_task(task: TaskSection) -> tuple[Any, Section]:
+def _resolve_task(task: TaskSection) -> tuple[type[TaskBase], Section]:
     task_class = resolve_class("srtrl.tasks", task.name, "Task")
-    _check_members(task.name, task_class, ("Options", "check_options"))
+    if not (isinstance(task_class, type) and issubclass(task_class, TaskBase)):
+        raise ValueError(f"`{task.name}` is no task; expected a subclass of {__name__}:TaskBase")
     options = task_class.Options
     if not (isinstance(options, type) and issubclass(options, Section)):
         raise ValueError(f"`{task.name}`: its `Options` is {describe_value(options)}; expected a subclass of Section")
     return task_class, validate_section(options, dict(task.options), "task.options")
-
-
-def _check_members(name: str, task: object, members: Sequence[str] = ()) -> None:
-    """Refuse a task, or its class, that lacks one of these members, by default one that a trainer reads."""
-    needed = members or ("train_prompts", "eval_prompts", "load_report", "verifier", "solution")
-    if lacking := ", ".join(f"`{member}`" for member in needed if not hasattr(task, member)):
-        base = f"{__name__}:TaskBase"
-        raise ValueError(f"`{name}` is no task, it lacks {lacking}: make it a subclass of {base}, which has defaults")

@@ -24,12 +24,12 @@ from srtrl import ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error, restore_process, warn_once
 from srtrl.tasks.base import TaskBase
-from srtrl.tasks.event_loop import ADVICE, event_loop, start_thread
+from srtrl.tasks.event_loop import ADVICE, event_loop
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
-from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, Worker, WorkerPool
+from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, GradingWorker, WorkerPool
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
     VERIFIED_OUTCOMES,
@@ -116,7 +116,7 @@ class Grader:
         self._num_threads = restore_process("this program")
         if self._isolated.modules:
             limits = self._grading
-            workers = [Worker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
+            workers = [GradingWorker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
         if self._awaited:
@@ -212,14 +212,13 @@ class Grader:
     def _warning_if_late(self, what: str) -> Iterator[None]:
         """Log a line where the `with` block takes long: the training process waits for it without a limit."""
         text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang should"
-        is_over = threading.Event()
-        start_thread(
-            lambda: is_over.wait(self._seconds) or warn_once(f"{text} be @isolated (docs/extending.md#a-reward)")
-        )
+        timer = threading.Timer(self._seconds, warn_once, [f"{text} be @isolated (docs/extending.md#a-reward)"])
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            is_over.set()
+            timer.cancel()
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would return this grade without waiting."""

@@ -79,16 +79,17 @@ def check_reward(name: str, value: object) -> float:
     raise ValueError(f"reward `{name}` must return a finite number{hint}, it returned {value!r:.100}{limit}")
 
 
-def serve(descriptor: int) -> None:
-    """Body of a worker process: grade what comes through a socket until the other end is closed.
+def serve() -> None:
+    """Body of a worker process: grade what comes through the socket that is its stdin, until the other end is closed.
 
     First come, as a pickle, the `IsolatedFunctions` and the limit of CPU seconds. Then a request is a pickle of
     (number, sample), and a reply a line of JSON with that number: data, because the functions may run anything here.
     `READY` stands before each request.
 
-    The process leads a group of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
+    The process leads a session of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
     """
-    connection = socket.socket(fileno=descriptor)
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for rewards that read their stdin
     requests = connection.makefile("rb")
     functions, cpu_seconds = pickle.load(requests)
     own_pid = os.getpid()

@@ -39,23 +39,123 @@ from srtrl.tasks.worker import (
 WALL_SECONDS_PER_CPU_SECOND = 20
 """A job may take this many times its CPU limit in wall-clock time: a backstop for one that sleeps or waits."""
 START_SECONDS = 120.0
-"""Limit of the time that a worker takes to import its functions."""
-PROGRAM = "import sys; sys.path[:] = {path}; from srtrl.tasks.worker import serve; serve({descriptor})"
-"""Of a worker. It does not import the program that is running, as one of multiprocessing would: that may train."""
+"""Limit of the time that a worker takes to import what it needs."""
+PROGRAM = "import sys; sys.path[:] = {path}; from srtrl.tasks.worker import serve; serve()"
+"""Of a grading worker: it does not import the running program, as one of multiprocessing would: that may train."""
+BLOCK_BYTES = 1 << 16
+"""Read at a time."""
 MAX_REPLY_BYTES = 1 << 16
-"""Longest line that is read from a worker."""
+"""Longest line that is read from a grading worker."""
 
 
 class Worker:
-    """One worker process, started for the first sample and after its end; used by one thread, but for `close`."""
+    """A process that does one job at a time, with a socket as its stdin; used by one thread, but for `close`.
 
-    def __init__(self, functions: IsolatedFunctions, cpu_seconds: float) -> None:
-        self._functions = functions
-        self._cpu_seconds = cpu_seconds
-        self._is_closed = False
+    It sends lines of JSON, `READY` the first. It leads a session of its own, which is killed as a whole; Ctrl-C does
+    not reach it.
+    """
+
+    def __init__(self, max_reply_bytes: int, **options: Any) -> None:
+        """Start nothing yet.
+
+        Args:
+            max_reply_bytes: Longest line that is read from it.
+            options: For `subprocess.Popen`.
+        """
+        self._max_reply_bytes = max_reply_bytes
+        self._options = options
         self._lock = threading.Lock()
+        self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
         """None where it has ended and is reaped: another process may have its number by now."""
+
+    def launch(self, command: Sequence[str], first: bytes, what: str) -> None:
+        """Start the process, send it `first`, and wait until it is ready.
+
+        Raises:
+            RuntimeError: it ended before that, or took too long, or the worker is closed; it begins with `what`.
+        """
+        self._received = b""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the worker is closed")
+            self._socket, other_end = socket.socketpair()
+            with other_end:
+                self._process = subprocess.Popen(
+                    command, stdin=other_end.fileno(), start_new_session=True, **self._options
+                )
+        try:
+            if self.exchange(first, START_SECONDS) == READY:
+                return
+        except TimeoutError:
+            self.reap()
+            problem = f"it is not ready after {START_SECONDS:g} seconds"
+        except (OSError, ValueError):
+            exit_code, message = self.reap()
+            problem = f"it ended with exit code {exit_code}: {message or 'see its message above'}"
+        raise RuntimeError(f"{what} did not start: {problem}")
+
+    def exchange(self, request: bytes, seconds: float) -> Any:
+        """Send a request, and return the line that answers it; the errors are those of `receive`."""
+        self._socket.settimeout(seconds)
+        self._socket.sendall(request)
+        return self.receive(seconds)
+
+    def receive(self, seconds: float) -> Any:
+        """The next line from the process, as JSON.
+
+        Raises:
+            TimeoutError: there is none within `seconds`.
+            OSError: the process has ended.
+            ValueError: it is no JSON, or too long.
+        """
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            chunk = self._socket.recv(BLOCK_BYTES)
+            if not chunk:
+                raise ConnectionResetError
+            self._received += chunk
+            if len(self._received) > self._max_reply_bytes:
+                raise ValueError(f"more than {self._max_reply_bytes} bytes")
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            return json.loads(line)
+        except RecursionError as error:
+            raise ValueError("brackets in brackets") from error
+
+    def close(self) -> None:
+        """Kill the process, from any thread; a job that runs then ends."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                _kill_group(self._process)
+                with suppress(OSError):  # a process that has left the group may still hold the other end
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def reap(self) -> tuple[int, str]:
+        """Kill the process, unless it has ended, and wait for its end.
+
+        Returns:
+            Its exit code, and the end of its standard error where that is a pipe.
+        """
+        with self._lock:
+            process, self._process = self._process, None
+            if process is None:
+                return 0, ""
+            _kill_group(process)
+        _, message = process.communicate()
+        self._socket.close()
+        return process.returncode, (message or b"").decode("utf-8", "replace").strip()[-1000:]
+
+
+class GradingWorker(Worker):
+    """A worker that grades; its process is started for the first sample and after its end."""
+
+    def __init__(self, functions: IsolatedFunctions, cpu_seconds: float) -> None:
+        super().__init__(MAX_REPLY_BYTES)
+        self._functions = functions
+        self._cpu_seconds = cpu_seconds
 
     def run(self, sample: RewardInput) -> Graded | Failure:
         """Grade one sample; where that ends the process, once more in one that has graded nothing else.
@@ -70,67 +170,26 @@ class Worker:
                 reply = replace(reply, detail=f"{reply.detail}, also when retried alone")
         return reply
 
-    def close(self) -> None:
-        """Kill the process, from any thread; `run` then returns."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                _kill_group(self._process)
-                with suppress(OSError):  # a process that has left the group may still hold the other end
-                    self._socket.shutdown(socket.SHUT_RDWR)
-
-    def reap(self) -> int | None:
-        """Kill the process, unless it has ended, and wait for its end; returns its exit code."""
-        with self._lock:
-            process, self._process = self._process, None
-            if process is None:
-                return None
-            _kill_group(process)
-            process.wait()
-        self._socket.close()
-        return process.returncode
-
     def _start(self) -> None:
         """Start a process and wait until it has imported the functions."""
-        self._received = b""
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the grader is closed")
-            self._socket, other_end = socket.socketpair()
-            program = PROGRAM.format(path=sys.path, descriptor=other_end.fileno())
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, until it is ignored there
-            with other_end:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", program],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[other_end.fileno()],
-                    process_group=0,
-                )
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, until it is ignored there
         try:
-            self._socket.settimeout(START_SECONDS)
-            self._socket.sendall(pickle.dumps((self._functions, self._cpu_seconds)))
-            self._expect_ready(START_SECONDS)
-        except TimeoutError:
-            self.reap()
-            problem = f"it is not ready after {START_SECONDS:g} seconds"
-        except (OSError, ValueError):
-            problem = f"it ended with exit code {self.reap()}; see its message above"
-        else:
-            return
-        raise RuntimeError(
-            f"a grading worker that imports {', '.join(self._functions.modules)} did not start: {problem}"
-        )
+            self.launch(
+                [sys.executable, "-c", PROGRAM.format(path=sys.path)],
+                pickle.dumps((self._functions, self._cpu_seconds)),
+                f"a grading worker that imports {', '.join(self._functions.modules)}",
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _attempt(self, sample: RewardInput) -> Graded | Failure:
         if self._process is None:
             self._start()
         number, seconds = secrets.randbits(63), WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
         try:
-            self._socket.settimeout(seconds)
-            self._socket.sendall(pickle.dumps((number, sample)))
-            verdict = self._read(self._receive(seconds), number, sample)
-            self._expect_ready(seconds)
+            verdict = self._read(self.exchange(pickle.dumps((number, sample)), seconds), number, sample)
+            if self.receive(seconds) != READY:
+                raise ValueError("it sent more than that")
         except TimeoutError:
             self.reap()
             return Failure(outcome="timeout", detail=f"no answer within {seconds:g} seconds of wall-clock time")
@@ -138,40 +197,13 @@ class Worker:
             self.reap()
             return Failure(outcome="error", detail=f"the worker process did not send one grade: {error}")
         except OSError:
-            exit_code = self.reap()
+            exit_code, _ = self.reap()
             if exit_code == -signal.SIGPROF:
                 return Failure(outcome="timeout", detail=f"more than {self._cpu_seconds:g} CPU seconds")
             if exit_code == MEMORY_EXIT_CODE:
                 return Failure(outcome="crash", detail=f"more than {MEMORY_LIMIT_BYTES / 1024**3:g} GiB of memory")
             return Failure(outcome="crash", detail=f"the worker process ended with exit code {exit_code}")
         return verdict
-
-    def _receive(self, seconds: float) -> Any:
-        """The next line from the process, as JSON.
-
-        Raises:
-            TimeoutError: there is none within `seconds`.
-            OSError: the process has ended.
-            ValueError: it is no JSON, or too long.
-        """
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._received:
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            chunk = self._socket.recv(MAX_REPLY_BYTES)
-            if not chunk:
-                raise ConnectionResetError
-            self._received += chunk
-            if len(self._received) > MAX_REPLY_BYTES:
-                raise ValueError(f"more than {MAX_REPLY_BYTES} bytes")
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            return json.loads(line)
-        except RecursionError as error:
-            raise ValueError("brackets in brackets") from error
-
-    def _expect_ready(self, seconds: float) -> None:
-        if self._receive(seconds) != READY:
-            raise ValueError("it sent more than that")
 
     def _read(self, reply: Any, number: int, sample: RewardInput) -> Graded | Failure:
         """The verdict in a reply; ValueError where it is none, or one of another request."""

@@ -64,8 +64,6 @@ class Parts:
     """The last one is the policy's."""
     saved: list[Part]
     """Of a checkpoint, beside the learners and the sampler."""
-    drafts: list[Part]
-    """Of a checkpoint, too; without them a run goes on, for no token depends on them."""
     prompts_sha256: str
     """See `digest_prompts`."""
     model_sha256: str
@@ -108,7 +106,6 @@ class Trainer:
         self.task, self.sampler, self.columns, self.learners = parts.task, parts.sampler, parts.columns, parts.learners
         self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
         self.saved = [*parts.saved, *parts.learners, parts.sampler]
-        self.drafts = parts.drafts
         self.prompts_sha256, self.model_sha256 = parts.prompts_sha256, parts.model_sha256
         self.flags, self.checkpoint = parts.flags, parts.checkpoint
         self.evaluates_ends, self.eval_prompts = training_evals(parts.task, self.recipe)
@@ -198,11 +195,6 @@ class Trainer:
         """Take back a checkpoint, whose weights are loaded: its parts and `state`."""
         for part in self.saved:
             part.load(checkpoint)
-        for drafts in self.drafts:
-            try:
-                drafts.load(checkpoint)
-            except ValueError as error:
-                self.changes.append(f"{error}; these drafts begin anew (no token depends on them)")
         state = read_state(checkpoint)
         self.step = state.step
         self.engine.policy_version = state.policy_version
@@ -322,11 +314,7 @@ class Trainer:
             for learner in self.learners:
                 stack.enter_context(learner.whole())
             save_checkpoint(
-                self.run.checkpoints,
-                self.state(),
-                tensors=tensors,
-                parts=[*self.saved, *self.drafts],
-                keep=train.keep_checkpoints,
+                self.run.checkpoints, self.state(), tensors=tensors, parts=self.saved, keep=train.keep_checkpoints
             )
         if ranks.is_main():
             self.run.drop_observations()
