@@ -212,6 +212,7 @@ class Engine:
             )
         self.warm_up()
         self.control.begin_rollout(purpose)
+        self.drafter.defers = self.runner.is_asynchronous
         self.drafter.begin_rollout(purpose)
         self._is_decoding = True
         try:
@@ -219,6 +220,7 @@ class Engine:
         finally:
             self._is_decoding = False
             self._give_up(list(self.scheduler.clear()))
+            self.drafter.learn_deferred()
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
