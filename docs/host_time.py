@@ -11,10 +11,10 @@ neither is that of the recorded tokens: these get `CHANCES`. The control of draf
 the minimum of alternating runs counts, after one to warm up.
 
 The stages are milliseconds of the host per decode step in which all slots decode: `serial` is the sum of those between
-a step's results and the next launch, `record` the engine's own counting, `hidden` what is learned while a device
-computes. `times as fast` is about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts
-are budgeted): of the device alone, and with the host's time, where a step takes the serial part and the longer of the
-device's time and the hidden part. `--busy`: beside 8 threads of tools and a coroutine, as environments and judges run.
+a step's results and the next launch, `hidden` what is learned and counted while a device computes. `times as fast` is
+about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the device
+alone, and with the host's time, where a step takes the serial part and the longer of the device's time and the hidden
+part. `--busy`: beside 8 threads of tools and a coroutine, as environments and judges run.
 """
 
 import argparse
@@ -65,7 +65,7 @@ CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
 
 DRAFT_SECONDS, HOST_SECONDS = 6e-6, 4e-6
 """What the control of drafts is told of a step, for each sequence: drafting, and the host's other work."""
-COLUMNS = [*(stage for stage in STAGES if stage != "wait"), "record"]
+COLUMNS = [*(stage for stage in STAGES if stage != "wait"), "other"]
 """Stages of the serial part."""
 
 
@@ -164,7 +164,8 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
     runner = LikelyTokens(host, workload.responses)
     engine.runner, engine.control = cast(Runner, runner), StatedControl(cost, fixed=None)
     engine.drafter.knows_noise = True
-    learning, looked_up = Timed(engine.drafter, "learn_deferred"), Timed(runner, "top_tokens")
+    learning, recording = Timed(engine.drafter, "learn_deferred"), Timed(engine, "_record_last")
+    looked_up = Timed(runner, "top_tokens")
     completions, steps, num_full, metrics = [], list[list[float]](), 0, dict[str, float]()
     engine.warm_up()
     row_counts.clear()
@@ -174,13 +175,12 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
         while engine.has_work:
             if not num_full and not engine.scheduler.num_waiting and engine.batch.num_free:
                 num_full, metrics = len(steps), engine.stats.metrics()
-            before, started = engine.stats.seconds.copy(), time.perf_counter()
+            started = time.perf_counter()
             completions += engine.step()
-            seconds, stages = time.perf_counter() - started, engine.stats.seconds - before
-            by_stage = dict(zip(STAGES, stages.tolist(), strict=True))
-            by_stage["observe"] -= looked_up.take()  # on a device they are copied with the sampled tokens
-            del by_stage["wait"]
-            steps.append([*by_stage.values(), seconds - stages.sum(), learning.take()])
+            seconds, stages = time.perf_counter() - started, {**dict.fromkeys(STAGES, 0.0), **engine.clock.seconds}
+            by_stage = [stages[stage] for stage in COLUMNS[:-1]]
+            by_stage[COLUMNS.index("observe")] -= looked_up.take()  # on a device they come with the sampled tokens
+            steps.append([*by_stage, seconds - sum(stages.values()), learning.take() + recording.take()])
     check_completions(completions, workload)
     device = [cost.seconds(num_rows) for num_rows in row_counts]
     return Run(np.array(steps), np.array(device), num_full, metrics)
