@@ -1,24 +1,33 @@
 """The host's work per decode step, with a device whose steps cost nothing; needs no GPU, no weights, but Triton.
 
-    python docs/host_time.py [--slots 64,256] [--drafters none,srt] [--trace FILE --tokenizer DIR] [--repeats 5]
+    python docs/host_time.py [--slots 64,256] [--drafters none,srt] [--trace FILE --tokenizer DIR] [--busy]
 
 The real engine with its CUDA runner, all stages; the device's step takes no time and the recorded (or generated) tokens
 are taken in place of sampled ones. What the driver itself takes to queue copies and to launch a graph is not in it.
 Half of each prompt's samples are decoded, two for each slot where there are as many; the drafter has seen the other
 half. Drafters reckon with the samples' noise and get the most likely tokens of each place, as in training, though
-neither is that of the recorded tokens: these get `CHANCES`. Medians of alternating runs, after one to warm up. The
-stages are milliseconds of the host per decode step in which all slots decode (`wait`: what the drafter learns while a
-device would compute). `times as fast` is about whole rollouts on a device whose steps take the time of `H200_CURVE` (by
-which drafts are budgeted): of the device alone, and with the host's time.
+neither is that of the recorded tokens: these get `CHANCES`. The control of drafts is told `DRAFT_SECONDS` and
+`HOST_SECONDS` in place of what a clock says: so each run does the same work, step by step, and of each step and stage
+the minimum of alternating runs counts, after one to warm up.
+
+The stages are milliseconds of the host per decode step in which all slots decode: `serial` is the sum of those between
+a step's results and the next launch, `hidden` what is learned and counted while a device computes. `times as fast` is
+about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the device
+alone, and with the host's time, where a step takes the serial part and the longer of the device's time and the hidden
+part. `--busy`: beside 8 threads of tools and a coroutine, as environments and judges run.
 """
 
 import argparse
+import asyncio
+import json
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +47,7 @@ from bench_rollout import (
 from h200 import H200_CURVE
 
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
-from srtrl.engine.draft_budget import StepCost
-from srtrl.engine.engine import Engine
+from srtrl.engine.draft_budget import DraftControl, StepCost
 from srtrl.engine.rows import StepInputs, StepSize
 from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
@@ -54,6 +62,24 @@ SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
 CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
 """Of the recorded token of a place, and of others in its stead."""
+
+DRAFT_SECONDS, HOST_SECONDS = 6e-6, 4e-6
+"""What the control of drafts is told of a step, for each sequence: drafting, and the host's other work."""
+COLUMNS = [*(stage for stage in STAGES if stage != "wait"), "other"]
+"""Stages of the serial part."""
+
+
+class Run(NamedTuple):
+    """What a rollout took, step by step."""
+
+    seconds: npt.NDArray[np.float64]
+    """[steps, stages]: those of `COLUMNS`, then the hidden part."""
+    device: npt.NDArray[np.float64]
+    """[steps], stated, not measured."""
+    num_full: int
+    """The first steps, in which all slots decode."""
+    metrics: dict[str, float]
+    """Of these."""
 
 
 class HostRunner(CudaRunner):
@@ -96,40 +122,68 @@ class LikelyTokens(TraceRunner):
         return TopTokens(token_ids=token_ids % SHAPES[SHAPE]["vocab_size"], logprobs=logprobs)
 
 
-def decode(engine: Engine, row_counts: list[int], drafter: str, workload: Trace) -> dict[str, float]:
-    """One rollout of the whole workload: what its full steps took of the host, and the seconds of all its steps.
+class StatedControl(DraftControl):
+    """Draft control that is told stated seconds."""
 
-    The stage `other` is what no stage has: queueing samples, the loop. The device's seconds are stated, not measured.
-    """
+    def record(self, **counts: Any) -> None:
+        """See `DraftControl`."""
+        num, drafted = counts["num_sequences"], counts["drafted"]
+        draft_seconds = DRAFT_SECONDS * num if drafted else 0.0
+        seconds = self.cost.seconds(counts["num_rows"]) + HOST_SECONDS * num + draft_seconds
+        super().record(**{**counts, "draft_seconds": draft_seconds, "seconds": seconds})
+
+
+class Timed:
+    """A method of an object, and the seconds of its calls since they were last taken."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._function, self._seconds = getattr(owner, name), 0.0
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        started = time.perf_counter()
+        try:
+            return self._function(*args)
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def take(self) -> float:
+        """Their seconds."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -> Run:
+    """One rollout of the whole workload by a new engine, timed step by step."""
+    row_counts: list[int] = []
+    host = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens, row_counts)
+    cost = StepCost(points=H200_CURVE)
+    engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=host, cost=cost)
     prepare(engine, drafter, workload)
-    inner = engine.runner.runner if isinstance(engine.runner, TraceRunner) else engine.runner
-    engine.runner = cast(Runner, LikelyTokens(inner, workload.responses))
+    runner = LikelyTokens(host, workload.responses)
+    engine.runner, engine.control = cast(Runner, runner), StatedControl(cost, fixed=None)
     engine.drafter.knows_noise = True
-    completions = []
+    learning, recording = Timed(engine.drafter, "learn_deferred"), Timed(engine, "_record_last")
+    looked_up = Timed(runner, "top_tokens")
+    completions, steps, num_full, metrics = [], list[list[float]](), 0, dict[str, float]()
+    engine.warm_up()
     row_counts.clear()
-    started = time.perf_counter()
     with engine.rollout("train"):
         for request in workload.requests:
             engine.add(request)
-        while engine.scheduler.num_waiting or not engine.batch.num_free:
-            completions += engine.step()
-        ms_per_step = 1000 * (time.perf_counter() - started) / engine.stats.num_steps
-        by_stage = dict(zip(STAGES, (1000 * engine.stats.seconds / engine.stats.num_steps).tolist(), strict=True))
-        metrics = engine.stats.metrics()
         while engine.has_work:
+            if not num_full and not engine.scheduler.num_waiting and engine.batch.num_free:
+                num_full, metrics = len(steps), engine.stats.metrics()
+            started = time.perf_counter()
             completions += engine.step()
-    host = time.perf_counter() - started
-    device = sum(map(engine.control.cost.seconds, row_counts))
+            seconds, stages = time.perf_counter() - started, {**dict.fromkeys(STAGES, 0.0), **engine.clock.seconds}
+            by_stage = [stages[stage] for stage in COLUMNS[:-1]]
+            by_stage[COLUMNS.index("observe")] -= looked_up.take()  # on a device they come with the sampled tokens
+            steps.append([*by_stage, seconds - sum(stages.values()), learning.take() + recording.take()])
     check_completions(completions, workload)
-    return {
-        "host_ms_per_step": ms_per_step,
-        **by_stage,
-        "other": ms_per_step - sum(by_stage.values()),
-        "tokens_per_step": metrics["engine/tokens_per_decode_step"],
-        "verified_per_step": metrics["engine/verified_per_decode_step"],
-        "on_device": device,
-        "with_host": device + host,
-    }
+    device = [cost.seconds(num_rows) for num_rows in row_counts]
+    return Run(np.array(steps), np.array(device), num_full, metrics)
 
 
 def main() -> None:
@@ -141,6 +195,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="of their texts")
     parser.add_argument("--max-tokens", type=int, default=512, help="maximum number of tokens of each sample")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--busy", action="store_true", help="with threads of tools and a coroutine beside it")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     set_cpu_threads(1)
@@ -149,37 +204,79 @@ def main() -> None:
         options.trace, policy.config.vocab_size, tokenizer=options.tokenizer, max_tokens=options.max_tokens
     )
     ends = list(accumulate(len(prompt.split(0.5)[1].samples) for prompt in prompts))
-    cost = StepCost(points=H200_CURVE)
     rows: list[Row] = []
     for num_slots in map(int, options.slots.split(",")):
         if ends[-1] < num_slots:
             parser.error(f"--slots: {num_slots}, but there are {ends[-1]} samples to decode")
         workload = share_out(prompts[: 1 + sum(end < 2 * num_slots for end in ends)], history=0.5)
-        candidates = {}
-        for name in options.drafters.split(","):
-            row_counts: list[int] = []
-            runner = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens, row_counts)
-            engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=runner, cost=cost)
-            candidates[name] = partial(decode, engine, row_counts, name, workload)
-        with freeze_gc():
+        names = options.drafters.split(",")
+        candidates = {name: partial(decode, policy, num_slots, name, workload) for name in names}
+        with freeze_gc(), other_threads(options.busy):
             runs = alternate(candidates, options.repeats)
         rows += rows_of(runs, num_slots)
     source = f"{options.trace.name}, samples truncated to {options.max_tokens} tokens" if options.trace else "generated"
-    about = (__doc__ or "").partition("[--repeats 5]")[2]
+    about = (__doc__ or "").partition("[--busy]")[2]
     title = f"Host work per decode step: {source}, 1 thread"
     publish(title, rows, about, torch.device("cpu"), as_json=options.json)
 
 
-def rows_of(runs: dict[str, list[dict[str, float]]], num_slots: int) -> list[dict[str, Any]]:
-    """A row for each drafter: medians, and rollouts in relation to those of the first drafter."""
+def rows_of(runs: dict[str, list[Run]], num_slots: int) -> list[dict[str, Any]]:
+    """A row for each drafter: minima of its runs, and rollouts in relation to those of the first drafter."""
     rows: list[dict[str, Any]] = []
-    baseline: dict[str, float] = {}
+    whole: dict[str, npt.NDArray[np.float64]] = {}
     for name, of_name in runs.items():
-        medians = {figure: median(run[figure] for run in of_name) for figure in of_name[0]}
-        baseline = baseline or dict(medians)
-        ratios = {f"times_as_fast_{part}": baseline[part] / medians.pop(part) for part in ("on_device", "with_host")}
-        rows.append({"slots": num_slots, "drafter": name, **medians, **ratios, "runs": of_name})
+        first = of_name[0]
+        assert all(np.array_equal(run.device, first.device) for run in of_name), "runs did not do the same work"
+        seconds = np.min([run.seconds for run in of_name], axis=0)
+        serial, hidden = seconds[:, :-1].sum(1), seconds[:, -1]
+        full = slice(first.num_full)
+        with_host = serial + np.maximum(first.device, hidden)
+        whole[name] = np.array([first.device.sum(), with_host.sum()])
+        ratios = whole[next(iter(whole))] / whole[name]
+        rows.append(
+            {
+                "slots": num_slots,
+                "drafter": name,
+                "serial_ms_per_step": round(1000 * serial[full].mean(), 3),
+                "hidden_ms_per_step": round(1000 * hidden[full].mean(), 3),
+                **dict(zip(COLUMNS, (1000 * seconds[full, :-1].mean(0)).round(3).tolist(), strict=True)),
+                "tokens_per_step": first.metrics["engine/tokens_per_decode_step"],
+                "verified_per_step": first.metrics["engine/verified_per_decode_step"],
+                "times_as_fast_on_device": float(ratios[0]),
+                "times_as_fast_with_host": float(ratios[1]),
+            }
+        )
     return rows
+
+
+@contextmanager
+def other_threads(is_busy: bool) -> Iterator[None]:
+    """Inside it 8 threads and a coroutine work as tools and judges do: 1 ms of Python each 20 ms."""
+    is_over = threading.Event()
+
+    def work_a_while() -> None:
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            json.loads(json.dumps(list(range(100))))
+
+    def tool() -> None:
+        while not is_over.wait(0.02):
+            work_a_while()
+
+    async def judge() -> None:
+        while not is_over.is_set():
+            await asyncio.sleep(0.02)
+            work_a_while()
+
+    threads = [threading.Thread(target=tool) for _ in range(8)] + [threading.Thread(target=asyncio.run, args=[judge()])]
+    for thread in threads if is_busy else []:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads if is_busy else []:
+            thread.join()
 
 
 if __name__ == "__main__":

@@ -209,16 +209,49 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
     assert run(drafter, request((1, 3)), TEXT) > 0.5 * len(TEXT)
 
 
-def test_phrases_are_learned_where_the_engine_has_time_for_it() -> None:
+def test_a_drafter_that_defers_learns_where_the_engine_has_time_for_it() -> None:
     drafter, text = SrtDrafter(), [5, 6, 7, 1]
+    drafter.defers = True
     start(drafter, {0: request(rng_key=1), 1: request((1, 3), rng_key=2), 2: request((1, 4), rng_key=3)})
     top = TopTokens(token_ids=np.array([text], np.int32).T, logprobs=np.zeros((len(text), 1), np.float32))
     observe(drafter, {0: text}, top)
     observe(drafter, {1: text[:2]})
-    assert not propose(drafter, [1])[0].token_ids.size, "its own trie has nothing else"
+    assert not propose(drafter, [1])[0].token_ids.size, "its text has not begun"
     drafter.learn_deferred()
     assert propose(drafter, [1])[0].token_ids.tolist()[:2] == text[2:]
     assert propose(drafter, [2])[0].token_ids.tolist()[:4] == text, "after what the slot had before this text"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_drafter_that_defers_proposes_what_another_does_but_for_the_lag(lag: int) -> None:
+    """With no lag in all of random texts; with one where nothing that drafts come from is in the newest tokens."""
+    rng = np.random.default_rng(lag)
+    drafters = [SrtDrafter(SrtOptions(other_prompts=lag == 0)) for _ in range(2)]
+    drafters[1].defers = True
+    history = rng.permutation(40).tolist() if lag else rng.integers(0, 4, 40).tolist()
+    num_nodes = 0
+    for drafter in drafters:
+        drafter.knows_noise = lag == 0
+        start(drafter, {0: request(rng_key=5), 1: request(rng_key=6), 2: request(rng_key=7)})
+        observe(drafter, {2: history})
+        drafter.learn_deferred()
+    begins = [0, 20]
+    for _ in range(6):
+        trees = []
+        for drafter in drafters:
+            if not lag:
+                drafter.learn_deferred()
+            trees.append(propose(drafter, [0, 1]))
+            drafter.learn_deferred()
+        for tree, other in zip(*trees, strict=True):
+            assert tree.token_ids.tolist() == other.token_ids.tolist()
+            assert tree.scores.tolist() == other.scores.tolist()
+            num_nodes += len(tree.token_ids)
+        new = {slot: history[begin : begin + int(rng.integers(1, 4))] for slot, begin in enumerate(begins)}
+        for drafter in drafters:
+            observe(drafter, new)
+        begins = [begin + len(new[slot]) for slot, begin in enumerate(begins)]
+    assert num_nodes > 40
 
 
 def fork_of_the_docs(chances: dict[str, float] | None = None, *, knows_noise: bool) -> dict[str, float]:

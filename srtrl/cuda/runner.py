@@ -84,6 +84,8 @@ class CudaStep:
     """The views of one shape of step, which are kept: to make them takes longer than to fill them."""
 
     shape: LaunchShape
+    num_elements: int
+    """Of the arrays on the host, end to end."""
     host: dict[str, Array]
     """The arrays of `LaunchShape.fields` on the host; among them those of `inputs`."""
     inputs: StepInputs
@@ -204,7 +206,7 @@ class CudaRunner(Runner):
         if self._may_have_moved:
             self._drop_graphs_if_moved()
         try:
-            self._staging.upload(num_elements(step.shape.fields()))
+            self._staging.upload(step.num_elements)
             can_capture = shape.num_rows <= MAX_GRAPH_ROWS
             is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
             if filters is not None:
@@ -312,6 +314,7 @@ class CudaRunner(Runner):
         tokens, logprobs, *top = parts(self._results.device)
         step = self._steps[shape] = CudaStep(
             shape=shape,
+            num_elements=num_elements(layout),
             host=host,
             inputs=StepInputs(shape.step, *(host[name] for name in shape.step.fields())),
             results=SampledRows(token_ids=host_tokens, logprobs=host_logprobs),

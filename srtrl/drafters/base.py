@@ -43,6 +43,9 @@ class DrafterBase:
     knows_noise: bool = True
     """Whether the tokens are those that the noise of their samples decides; not where recorded ones replace them."""
 
+    defers: bool = False
+    """Whether an engine calls `learn_deferred` in each step: what decides no draft of the next step can wait for it."""
+
     def __init__(self, options: Section | None = None) -> None:
         """Make a drafter; without options, with their defaults."""
         self.options = options if options is not None else self.Options()

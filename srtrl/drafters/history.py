@@ -22,12 +22,12 @@ class Drafter(SrtDrafter):
         super().__init__(options)
         self._completed: list[Completion] = []  # in this step: not history yet
 
-    def learn(self, completions: Sequence[Completion]) -> None:
+    def _learn(self, completions: Sequence[Completion]) -> None:
         """Set completed rollouts aside, until the step ends."""
         self._completed += completions
 
     def end_step(self) -> None:
         """Completed rollouts become history."""
         super().end_step()
-        super().learn(self._completed)
+        super()._learn(self._completed)
         self._completed = []

@@ -13,7 +13,7 @@ from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pac
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
-from srtrl.drafters.texts import START_TOKEN, TextStore
+from srtrl.drafters.texts import NO_PENDING, START_TOKEN, Pending, TextStore
 from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
@@ -73,13 +73,17 @@ class Drafter(DrafterBase):
         """For each purpose, from texts of all prompts."""
         self._taught: set[int] = set()
         """RNG keys of this step's samples whose distributions these were learned from."""
-        self._deferred: Callable[[], None] | None = None
-        """Learns the phrases of the last step."""
+        self._queue: list[Callable[[], None]] = []
+        """What `learn_deferred` does, in order."""
+        self._pending = NO_PENDING
+        """The tokens that the queue appends to texts: drafts follow them already."""
         self._trust: dict[str, Trust] = {}
         """For each purpose, what was learned about contexts and the noise."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
         self._is_drafted = np.zeros(0, np.bool_)
         """[slots], whether what is observed next follows a draft, and so teaches trust."""
+        self._is_begun = np.zeros(0, np.bool_)
+        """[slots], whether the sample's text has begun: there is no draft before."""
         self._purpose = ""
         """Of the samples that started last, and so of all live ones."""
 
@@ -91,18 +95,23 @@ class Drafter(DrafterBase):
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Begin the samples' texts."""
-        self._live |= zip(slots.tolist(), requests, strict=True)
         self._purpose = requests[0].purpose if requests else self._purpose
-        self._begin_texts(slots, requests)
-        more = len(self.store.arrays.slots) - len(self._noise.rng_keys)
-        if more > 0:
-            keys, positions, is_known = self._noise
-            self._noise = Noise(np.pad(keys, (0, more)), np.pad(positions, (0, more)), np.pad(is_known, (0, more)))
-            self._is_drafted = np.pad(self._is_drafted, (0, more))
+        more = max(0, int(slots.max(initial=-1)) + 1 - len(self._is_begun))
+        keys, positions, is_known = self._noise
+        self._noise = Noise(np.pad(keys, (0, more)), np.pad(positions, (0, more)), np.pad(is_known, (0, more)))
+        self._pending = self._pending._replace(spans=np.pad(self._pending.spans, ((0, more), (0, 0))))
+        self._is_drafted, self._is_begun = np.pad(self._is_drafted, (0, more)), np.pad(self._is_begun, (0, more))
         self._noise.rng_keys[slots] = [request.rng_key for request in requests]
         self._noise.positions[slots] = [request.text_start for request in requests]
         self._noise.is_known[slots] = [self.knows_noise and request.sampling.temperature > 0 for request in requests]
-        self._is_drafted[slots] = False
+        self._is_drafted[slots] = self._is_begun[slots] = False
+        self._defer(partial(self._begin, slots, requests))
+
+    def _begin(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        """Begin texts of samples that have started, and forget those of prompts that no sample uses if need be."""
+        self._live |= zip(slots.tolist(), requests, strict=True)
+        self._begin_texts(slots, requests)
+        self._is_begun[slots] = True
         if self.store.num_bytes > max(self._max_bytes, 2 * self._kept_bytes):
             self._keep_live()
 
@@ -137,32 +146,65 @@ class Drafter(DrafterBase):
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft from the texts of the slots' prompts."""
-        min_score = max(self.options.min_score, min_score)
+        min_score, max_nodes = max(self.options.min_score, min_score), max_nodes * self._is_begun[slots]
         self._is_drafted[slots] = True
-        return draft_trees(self.store.arrays, slots, max_nodes, self._basis(), min_score)
+        return draft_trees(self.store.arrays, slots, max_nodes, self._basis(), min_score, self._pending)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from what followed the drafts, and insert the committed tokens."""
-        self._learn_trust(slots, token_ids, offsets)
-        self._insert(slots, token_ids, offsets, NO_DISTRIBUTIONS)
+        self._observe(slots, token_ids, offsets, None)
 
     def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
         """As `observe`; where the tokens are drawn from them, keep the policy's distributions and learn phrases."""
-        self._learn_trust(slots, token_ids, offsets)  # before these phrases are known
-        is_drawn, distributions = self._noise.is_known[slots], pack(top)
-        distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
-        if self.options.other_prompts:
+        self._observe(slots, token_ids, offsets, top)
+
+    def _observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens | None) -> None:
+        """Let drafts follow tokens, and learn from them where there is time for it."""
+        noise = Noise(self._noise.rng_keys.copy(), self._noise.positions.copy(), self._noise.is_known.copy())
+        teaches = self._is_drafted[slots] & noise.is_known[slots]
+        self._is_drafted[slots] = False
+        self._noise.positions[slots] += offsets[1:] - offsets[:-1]
+        begin, spans = len(self._pending.token_ids), self._pending.spans
+        spans[slots, 0], spans[slots, 1] = begin + offsets[:-1], begin + offsets[1:]
+        self._pending = Pending(np.concatenate([self._pending.token_ids, token_ids]), spans)
+        self._defer(partial(self._learn_tokens, slots, token_ids, offsets, top, noise, teaches))
+
+    def _learn_tokens(
+        self,
+        slots: Int64Array,
+        token_ids: Int32Array,
+        offsets: Int64Array,
+        top: TopTokens | None,
+        noise: Noise,
+        teaches: npt.NDArray[np.bool_],
+    ) -> None:
+        """Learn trust from tokens, then phrases, then the tokens; `noise`: of their positions."""
+        if teaches.any():
+            learn_rows(self.store.arrays, slots, teaches, token_ids, offsets, self._basis()._replace(noise=noise))
+        distributions = NO_DISTRIBUTIONS
+        if top is not None:
+            is_drawn, distributions = noise.is_known[slots], pack(top)
+            distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
+            if self.options.other_prompts:
+                last_two = self.store.last_two(slots)
+                learn_distributions(self._table(self._purpose), last_two, token_ids, offsets, distributions)
+                self._taught.update(noise.rng_keys[slots[is_drawn]].tolist())
+        self.store.extend(slots, token_ids, offsets, distributions, links=self.inserts)
+
+    def _defer(self, work: Callable[[], None]) -> None:
+        """Do something in its turn: with `learn_deferred`, or at once."""
+        self._queue.append(work)
+        if not self.defers:
             self.learn_deferred()
-            observed = (self.store.last_two(slots), token_ids, offsets, distributions)
-            self._deferred = partial(learn_distributions, self._table(self._purpose), *observed)
-            self._taught.update(self._noise.rng_keys[slots[is_drawn]].tolist())
-        self._insert(slots, token_ids, offsets, distributions)
 
     def learn_deferred(self) -> None:
-        """Learn phrases: the drafts of one step do without the newest."""
-        learn, self._deferred = self._deferred, None
-        if learn is not None:
-            learn()
+        """Learn what was observed, begun and finished since the last call; drafts of one step do without."""
+        queue, self._queue = self._queue, []
+        for work in queue:
+            work()
+        if queue:
+            self._pending.spans[:] = 0
+            self._pending = self._pending._replace(token_ids=NO_TEXT)
 
     def _basis(self) -> Basis:
         if self._purpose not in self._trust:
@@ -170,18 +212,12 @@ class Drafter(DrafterBase):
         table = self._ngrams.get(self._purpose, NO_TABLE)
         return Basis(table, self._trust[self._purpose], self._noise)
 
-    def _learn_trust(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        teaches = self._is_drafted[slots] & self._noise.is_known[slots]
-        if teaches.any():
-            learn_rows(self.store.arrays, slots, teaches, token_ids, offsets, self._basis())
-        self._is_drafted[slots] = False
-
-    def _insert(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, distributions: Int32Array) -> None:
-        self.store.extend(slots, token_ids, offsets, distributions, links=self.inserts)
-        self._noise.positions[slots] += offsets[1:] - offsets[:-1]
-
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Keep completed rollouts, and what is known of the turns of others; a preempted sample's is known already."""
+        self._is_begun[slots] = False
+        self._defer(partial(self._finish, slots, completions))
+
+    def _finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot in slots:
             request = self._live.pop(slot)
             known = self.store.arrays.known[self.store.positions(slot)[1:]]
@@ -190,13 +226,16 @@ class Drafter(DrafterBase):
             is_new = known[: len(before), 0] == UNKNOWN
             known[: len(before)][is_new] = before[is_new]
             of_turns[request.text_start] = known
-        self.learn([completion for completion in completions if completion is not None])
+        self._learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts.
 
         A sample replaces the text that was learned for its RNG key.
         """
+        self._defer(partial(self._learn, completions))
+
+    def _learn(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             request, text = completion.request, completion.response.token_ids
             starts = [start for start, _ in completion.response.extensions]
@@ -224,6 +263,7 @@ class Drafter(DrafterBase):
 
     def new_texts(self) -> TextsByKey:
         """See `DrafterBase`."""
+        self.learn_deferred()
         return self._texts[1]
 
     def expected_tokens(self, request: Request) -> float | None:

@@ -68,6 +68,19 @@ class Texts(NamedTuple):
     """[lengths, a power of two], the first place of each chain."""
 
 
+class Pending(NamedTuple):
+    """Tokens that follow the texts of slots and are not appended yet."""
+
+    token_ids: Int32Array
+    """[tokens]."""
+    spans: Int64Array
+    """[slots, 2], where those of each slot begin and end."""
+
+
+NO_PENDING = Pending(np.zeros(0, np.int32), np.zeros((0, 2), np.int64))
+"""Of no slot."""
+
+
 class Sought(NamedTuple):
     """The text before a draft."""
 
@@ -203,14 +216,22 @@ def _link_again(texts: Texts, num_pages: int) -> None:
 
 
 @inlined
-def seek(texts: Texts, slot: int, found: Found) -> Sought:
-    """The text of a slot, whose end is written into the window."""
+def seek(texts: Texts, pending: Pending, slot: int, found: Found) -> Sought:
+    """The text of a slot with what is pending of it, whose end is written into the window."""
     position, num_passed, prompt = texts.slots[slot, END], texts.slots[slot, NUM_PASSED], texts.slots[slot, OWNER]
-    prefix, size, begin = texts.prefixes[position], min(num_passed, MAX_MATCH), len(found.nums) - 1
+    prefix, begin, end = texts.prefixes[position], 0, 0
+    if slot < len(pending.spans):
+        begin, end = pending.spans[slot]
+        for i in range(begin, end):
+            prefix = longer_prefix(prefix, pending.token_ids[i])
+    size, first = min(num_passed + end - begin, MAX_MATCH), len(found.nums) - 1
     for i in range(size):
-        found.window[begin + i] = texts.tokens[position]
-        position = position_before(texts, position)
-    return Sought(int(prompt), int(size), int(num_passed), int(prefix))
+        if i < end - begin:
+            found.window[first + i] = pending.token_ids[end - 1 - i]
+        else:
+            found.window[first + i] = texts.tokens[position]
+            position = position_before(texts, position)
+    return Sought(int(prompt), int(size), int(num_passed + end - begin), int(prefix))
 
 
 @inlined
@@ -282,7 +303,7 @@ def find_places(texts: Texts, sought: Sought, found: Found, depth: int, above: i
 def _find(texts: Texts, slot: int) -> tuple[Int32Array, Int32Array]:
     """See `TextStore.find`."""
     found = make_found(0)
-    search(texts, seek(texts, slot, found), found, 0, 0, MAX_PLACES)
+    search(texts, seek(texts, NO_PENDING, slot, found), found, 0, 0, MAX_PLACES)
     return found.places[0, : found.nums[0]], found.matches[0, : found.nums[0]]
 
 

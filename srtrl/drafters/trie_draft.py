@@ -31,12 +31,13 @@ from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.frontier import Frontier, make_frontier, put_candidate
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.texts import (
+    NO_PENDING,
     NONE,
-    NUM_PASSED,
     START_TOKEN,
     Found,
     Int32Array,
     Int64Array,
+    Pending,
     Sought,
     Texts,
     find_places,
@@ -231,9 +232,9 @@ def _add_shared(
 
 
 @inlined
-def _row_at(noise: Noise, texts: Texts, slot: int, depth: int) -> Row:
-    """The row of a slot's sample this many tokens after its next one."""
-    num_passed = int(texts.slots[slot, NUM_PASSED] + depth)
+def _row_at(noise: Noise, slot: int, num_passed: int, depth: int) -> Row:
+    """The row of a slot's sample this many tokens after its next one, of which `num_passed` are before that."""
+    num_passed += depth
     if slot < len(noise.is_known) and noise.is_known[slot]:
         return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, num_passed)
     return Row(np.uint64(0), False, num_passed)
@@ -265,6 +266,7 @@ def _find_children(
 @inner
 def _grow(
     texts: Texts,
+    pending: Pending,
     slot: int,
     basis: Basis,
     min_score: float,
@@ -274,14 +276,14 @@ def _grow(
     nodes: Nodes,
 ) -> int:
     """Fill a tree with what may follow a slot's text, best first; returns its number of nodes."""
-    sought, room = seek(texts, slot, found), len(nodes.token_ids)
+    sought, room = seek(texts, pending, slot, found), len(nodes.token_ids)
     score, depth, parent, waiting = 1.0, 0, NONE, 0
     for node in range(room):
         ancestor = node - 1
         for i in range(room - depth, room):
             found.window[i] = nodes.token_ids[ancestor]
             ancestor = nodes.parents[ancestor]
-        row, above = _row_at(basis.noise, texts, slot, depth), parent + 1 if depth > 0 else NONE
+        row, above = _row_at(basis.noise, slot, sought.num_passed, depth), parent + 1 if depth > 0 else NONE
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
         num, _ = _find_children(texts, sought, found, depth, above, node, basis, row, negligible, children)
         for i in range(num):
@@ -301,6 +303,7 @@ def _grow(
 @numba.njit(parallel=True, cache=True, nogil=True)
 def _draft_rows(
     texts: Texts,
+    pending: Pending,
     slots: Int64Array,
     rooms: Int64Array,
     shared: Table,
@@ -318,13 +321,23 @@ def _draft_rows(
     """
     for row in numba.prange(len(slots)):
         begin, end = rooms[row], rooms[row + 1]
+        sizes[row] = 0
+        if begin == end:
+            continue
         children, frontier, found = make_children(), make_frontier(end - begin), make_found(end - begin)
         nodes = Nodes(token_ids[begin:end], parents[begin:end], np.empty(end - begin, np.int32), scores[begin:end])
         basis = Basis(shared, trust, noise)
-        sizes[row] = _grow(texts, slots[row], basis, min_score, children, frontier, found, nodes)
+        sizes[row] = _grow(texts, pending, slots[row], basis, min_score, children, frontier, found, nodes)
 
 
-def draft_trees(texts: Texts, slots: Int64Array, max_nodes: Int64Array, basis: Basis, min_score: float) -> DraftTrees:
+def draft_trees(
+    texts: Texts,
+    slots: Int64Array,
+    max_nodes: Int64Array,
+    basis: Basis,
+    min_score: float,
+    pending: Pending = NO_PENDING,
+) -> DraftTrees:
     """Draft what follows the texts of some slots.
 
     Args:
@@ -333,6 +346,7 @@ def draft_trees(texts: Texts, slots: Int64Array, max_nodes: Int64Array, basis: B
         max_nodes: [B], the largest number of nodes of each tree.
         basis: What scores come from.
         min_score: Smallest score of a node.
+        pending: What follows the texts.
     """
     if not len(slots):
         return DraftTrees.empty(0)
@@ -341,7 +355,7 @@ def draft_trees(texts: Texts, slots: Int64Array, max_nodes: Int64Array, basis: B
     (token_ids, parents), scores = np.empty((2, rooms[-1]), np.int32), np.empty(rooms[-1], np.float32)
     sizes = np.empty(len(slots), np.int64)
     min_score = max(min_score, SMALLEST_SCORE)
-    _draft_rows(texts, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
+    _draft_rows(texts, pending, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
     nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
     return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
 
@@ -396,9 +410,9 @@ def learn_rows(
         chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
         if not teaches[b] or not chosen:
             continue
-        sought = seek(texts, slot, found)
+        sought = seek(texts, NO_PENDING, slot, found)
         for depth in range(offsets[b + 1] - offsets[b]):
-            token, row = token_ids[offsets[b] + depth], _row_at(noise, texts, slot, depth)
+            token, row = token_ids[offsets[b] + depth], _row_at(noise, slot, sought.num_passed, depth)
             num, num_contexts = _find_children(
                 texts, sought, found, depth, depth - 1, depth, basis, row, LEARNED_MASS, children
             )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -77,6 +78,10 @@ class Engine:
         )
         self.policy_version = 0
         self.stats = EngineStats()
+        self.clock = StageClock()
+        """Of the current step, or of the last one."""
+        self._unrecorded: Callable[[], None] | None = None
+        """Counts the last step."""
         self._num_rows = 0
         """Rows of the last step without those of the background."""
         self._compile_kernels = compile_kernels
@@ -212,6 +217,7 @@ class Engine:
             )
         self.warm_up()
         self.control.begin_rollout(purpose)
+        self.drafter.defers = self.runner.is_asynchronous
         self.drafter.begin_rollout(purpose)
         self._is_decoding = True
         try:
@@ -219,6 +225,8 @@ class Engine:
         finally:
             self._is_decoding = False
             self._give_up(list(self.scheduler.clear()))
+            self.drafter.learn_deferred()
+            self._record_last()
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -237,14 +245,15 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
-        clock = StageClock()
+        self.clock = clock = StageClock()
         step = self._schedule()
         if not (len(step.slots) or step.chunks):
             return []
         clock.lap("schedule")
-        trees, drafted = self._draft(step, clock)
-        self._launch(step, trees, clock)
+        trees, drafted = self._draft(step)
+        self._launch(step, trees)
         clock.lap("forward")
+        self._record_last()
         self.drafter.learn_deferred()
         if not self.runner.is_asynchronous:  # else it is a part of the wait
             clock.lap("observe")
@@ -263,7 +272,9 @@ class Engine:
         completions = self._take_finished(verified)
         clock.lap("finish")
         self._num_rows = step.num_primaries + trees.num_nodes
-        self._record(step, trees, drafted, verified, clock)
+        self._unrecorded = partial(
+            self._record, step, trees, verified, clock, drafted=drafted, was_prepared=self.runner.was_prepared
+        )
         return completions
 
     def step_background(self) -> bool:
@@ -272,6 +283,7 @@ class Engine:
         num_steps = self.stats.num_background_steps
         if self.background.has_work:
             self.step()
+            self._record_last()
         return self.stats.num_background_steps > num_steps
 
     def end_step(self, *, has_new_weights: bool) -> None:
@@ -287,6 +299,7 @@ class Engine:
 
         Called on all ranks, whose engines work together: these are the metrics of all of them.
         """
+        self._record_last()
         stats, self.stats = self.stats, EngineStats()
         stats.num_slots, stats.num_pages = self.options.slots, self.pool.num_pages
         stats.num_preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
@@ -324,7 +337,7 @@ class Engine:
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
         return step
 
-    def _draft(self, step: ScheduledStep, clock: StageClock) -> tuple[DraftTrees, bool]:
+    def _draft(self, step: ScheduledStep) -> tuple[DraftTrees, bool]:
         """Trees for the primaries, as large as pays and as free pages allow; the background gets none.
 
         Returns:
@@ -339,14 +352,14 @@ class Engine:
         room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, max_nodes, 0)
         proposed = self.drafter.propose(slots, room, self.control.score_floor(num))
         check_trees(proposed, room, self.vocab_size, str(self.drafter))
-        clock.lap("propose")
+        self.clock.lap("propose")
         num_other_rows = len(step.slots) - num + step.num_prompt_rows
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
         trees = cut_trees(proposed, sizes, len(step.slots))
-        clock.lap("choose")
+        self.clock.lap("choose")
         return trees, True
 
-    def _launch(self, step: ScheduledStep, trees: DraftTrees, clock: StageClock) -> None:
+    def _launch(self, step: ScheduledStep, trees: DraftTrees) -> None:
         """Fill the step's inputs and queue it."""
         batch, slots, page_size = self.batch, step.slots, self.pool.page_size
         sizes = trees.sizes
@@ -365,7 +378,7 @@ class Engine:
             filters = RowFilters(
                 top_k=np.repeat(batch.top_k[slots], 1 + sizes), top_p=np.repeat(batch.top_p[slots], 1 + sizes)
             )
-        clock.lap("rows")
+        self.clock.lap("rows")
         self.runner.launch(inputs, filters)
 
     def _take_finished(self, verified: Verified) -> list[Completion]:
@@ -412,13 +425,26 @@ class Engine:
         else:
             self.drafter.observe_top(*tokens, top)
 
+    def _record_last(self) -> None:
+        """Count the last step: while a device computes the next one, or where counts are asked for."""
+        record, self._unrecorded = self._unrecorded, None
+        if record is not None:
+            record()
+
     def _record(
-        self, step: ScheduledStep, trees: DraftTrees, drafted: bool, verified: Verified, clock: StageClock
+        self,
+        step: ScheduledStep,
+        trees: DraftTrees,
+        verified: Verified,
+        clock: StageClock,
+        *,
+        drafted: bool,
+        was_prepared: bool,
     ) -> None:
         """Count a step, and learn what it cost."""
         cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
         self.stats.add_step(step, trees, verified, clock, drafted=drafted)
-        if self.is_off or not self.runner.was_prepared or 2 * num_prefill > num_rows:
+        if self.is_off or not was_prepared or 2 * num_prefill > num_rows:
             return  # the rows of prompts are not like others: where they are many, the control learns nothing
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
         seconds = clock.total

@@ -12,6 +12,7 @@ Letters: N rows, L rows that are sampled (the first ones), B sequences and chunk
 padded to the step's shape.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def slices_of(fields: Fields) -> dict[str, slice]:
     """Place of each array in the buffer, in int32 elements."""
     places, offset = {}, 0
     for name, (dtype, shape) in fields.items():
-        length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
+        length = math.prod(shape) * np.dtype(dtype).itemsize // 4
         places[name] = slice(offset, offset + length)
         offset += aligned(length)
     return places

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.engine.runner import SampledRows
@@ -197,19 +197,35 @@ def plan_moves(batch: Batch, verified: Verified, page_size: int) -> Int32Array:
     Returns:
         [n, 3], path by path: KV index now and then, and at a path's first move the number of its moves, else 0.
     """
-    num_new, nodes = verified.num_new, verified.nodes
-    levels = ranges(np.zeros_like(num_new), num_new)
-    is_moved = (nodes != ROOT) & (nodes != levels)
-    owners = np.repeat(np.arange(len(num_new)), num_new)[is_moved]
-    slots = verified.slots[owners]
-    after_root = (batch.num_tokens[verified.slots] - num_new).repeat(num_new)[is_moved]
+    moves, arrays = np.empty((len(verified.nodes), 3), np.int32), batch.arrays
+    num = _plan_moves(
+        verified.slots, verified.offsets, verified.nodes, arrays.num_tokens, arrays.page_table, page_size, moves
+    )
+    return moves[:num]
 
-    def kv_indices(positions: Int64Array) -> Int32Array:
-        pages = batch.page_table[slots, positions // page_size]
-        indices: Int32Array = pages * np.int32(page_size) + (positions % page_size).astype(np.int32)
-        return indices
 
-    is_first = np.diff(owners, prepend=-1) != 0
-    lengths = np.where(is_first, np.bincount(owners)[owners], 0).astype(np.int32) if len(owners) else owners
-    columns = kv_indices(after_root + nodes[is_moved]), kv_indices(after_root + levels[is_moved]), lengths
-    return np.stack(columns, axis=1).astype(np.int32)
+@numba.njit(cache=True, nogil=True)
+def _plan_moves(
+    slots: Int64Array,
+    offsets: Int64Array,
+    nodes: Int32Array,
+    num_tokens: Int64Array,
+    page_table: Int32Array,
+    page_size: int,
+    moves: Int32Array,
+) -> int:
+    """Fill `moves`, see `plan_moves`; returns their number."""
+    num = 0
+    for b in range(len(slots)):
+        pages, num_new, first = page_table[slots[b]], offsets[b + 1] - offsets[b], num
+        after_root = num_tokens[slots[b]] - num_new
+        for level in range(num_new):
+            node = nodes[offsets[b] + level]
+            if node not in (ROOT, level):
+                for column, place in enumerate((after_root + node, after_root + level)):
+                    moves[num, column] = pages[place // page_size] * page_size + place % page_size
+                moves[num, 2] = 0
+                num += 1
+        if num > first:
+            moves[first, 2] = num - first
+    return num

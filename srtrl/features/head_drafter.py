@@ -119,6 +119,15 @@ class HeadDrafter:
         """All else is the other drafter's."""
         return getattr(self.inner, name)
 
+    @property
+    def defers(self) -> bool:
+        """See `DrafterBase`."""
+        return self.inner.defers
+
+    @defers.setter
+    def defers(self, defers: bool) -> None:
+        self.inner.defers = defers
+
     def begin_rollout(self, purpose: Purpose) -> None:
         """See `DrafterBase`."""
         self.inner.begin_rollout(purpose)

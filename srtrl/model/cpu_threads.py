@@ -42,4 +42,6 @@ def use_kernel_threads(work: int) -> None:
     """
     limit = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 1
     limit = min(limit, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    numba.set_num_threads(max(1, min(limit, work // WORK_PER_THREAD)))
+    count = max(1, min(limit, work // WORK_PER_THREAD))
+    if count != numba.get_num_threads():  # to set it takes 10 microseconds
+        numba.set_num_threads(count)
