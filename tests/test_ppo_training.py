@@ -102,6 +102,3 @@ def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(
     model.layers = model.layers[:1]
     optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
     refuse(tensors, r"this model has no layers\.1\.\S+: it is of another model, or of another model\.dtype")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"saved/optimizer: .*name=OTHER"):
-        optimizer.load(torch.bfloat16, tmp_path / "saved", OPTIMIZER)

@@ -457,7 +457,7 @@ def test_figures_of_a_run() -> None:
         "tokens per decode step, by epoch": "1.00 in the first, 3.00 in the last",
         "accepted of verified draft nodes": "600 of 1,200 (50%)",
         "time of drafting": "2.0 s, 20.0% of the rollouts' time",
-        "time of all stages": "120 min 0 s (compile 100%)",
+        "time of all stages": "2 h 0 min (compile 100%)",
     }
     assert list(headline(run_figures(rows))) == [
         "tokens per decode step",
