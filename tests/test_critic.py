@@ -15,15 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from update_cases import RecordingSGD, distance, make_policy, make_sequences
 
-from srtrl.features.critic import (
-    HEAD_FILE,
-    Critic,
-    ValueModel,
-    load_value_model,
-    save_value_model,
-    value_metrics,
-    values_column,
-)
+from srtrl.features.critic import Critic, ValueModel, load_value_model, save_value_model, value_metrics, values_column
 from srtrl.model.attention import PackedPlan
 from srtrl.model.weights import load_model, save_model
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
@@ -210,6 +202,6 @@ def test_a_policy_becomes_a_critic_that_is_saved_and_loaded_with_the_same_bits(
 def test_a_wrong_value_head_is_refused(tmp_path: Path) -> None:
     save_value_model(make_value_model(dtype=torch.float32), tmp_path)
     for name, width in (("value_head.weight", 9), ("score.weight", 8)):
-        save_file({name: torch.zeros(1, width)}, tmp_path / HEAD_FILE)
+        save_file({name: torch.zeros(1, width)}, tmp_path / "value_head.safetensors")
         with pytest.raises(ValueError, match=rf"{name}': \[1, {width}\].* expected {{'value_head.weight': \[1, 8\]}}"):
             load_value_model(tmp_path, dtype=torch.float32, device="cpu")
