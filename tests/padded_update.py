@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from algorithm_reference import kl_estimate
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from update_cases import TEMPERATURE, naive_logprobs
@@ -118,12 +119,6 @@ def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tens
     return of_sequences.mean()
 
 
-def kl_estimate(name: str, p: Padded) -> Tensor:
-    """The estimate of each token, [B, L]."""
-    log_ratio = p.new - p.ref
-    return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[name]
-
-
 def naive_batches(
     sequences: Sequence[TrainSequence], plan: UpdatePlan, seed: int, step: int
 ) -> Iterator[list[TrainSequence]]:
@@ -156,7 +151,7 @@ def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float
         tokens = weights * tokens
         metrics |= {"importance/weight": weights, "importance/capped_share": weights >= algorithm.importance_cap}
     if kl.coefficient:
-        metrics["kl/ref"] = kl_estimate(kl.estimator, p)
+        metrics["kl/ref"] = kl_estimate(kl.estimator, p.new - p.ref)
         tokens = tokens + (kl.coefficient * metrics["kl/ref"] if kl.placement == "loss" else 0)
     tokens = tokens - algorithm.entropy_coefficient * p.entropy
     loss = reduce(algorithm.reduction, tokens, p.mask, recipe.rollout.max_new_tokens)
