@@ -72,11 +72,7 @@ OPTIONS: list[tuple[str, bool, dict[str, Any]]] = [
     ("token_mean", False, {"kl": {}, "entropy_coefficient": 0.3}),
     ("token_mean", True, {"kl": {}, "old_logprobs": "recompute", "importance_cap": 1.2}),
     ("sequence_mean_token_mean", False, {"kl": {"coefficient": 0.1, "estimator": "k2"}}),
-    (
-        "sequence_mean_token_sum",
-        False,
-        {"kl": {"coefficient": 0.1, "placement": "reward"}},
-    ),  # measured alone
+    ("sequence_mean_token_sum", False, {"kl": {"coefficient": 0.1, "placement": "reward"}}),  # measured alone
     ("sequence_mean_token_sum_norm", True, {"kl": {}}),
 ]
 """Reduction, whether samples without advantage need no pass, and more values of `algorithm`."""
