@@ -85,12 +85,6 @@ def test_the_value_clip_at_its_edges() -> None:
     assert loss.tolist() == pytest.approx([1.125, 1.125, 12.5, 2.0], rel=1e-12)
 
 
-def test_importance_weights_of_equal_logprobs_are_one_and_overflow_is_capped() -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -300.0])
-    assert losses.truncated_weights(logprobs, logprobs, cap=2.0).tolist() == [1, 1, 1]
-    assert losses.truncated_weights(logprobs + 1000, logprobs, cap=2.0).tolist() == [2, 2, 2]
-
-
 # --- Advantages ------------------------------------------------------------------------------------------------------
 
 Advantage = Callable[..., Tensor]
