@@ -32,18 +32,8 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LORA: dict[str, Any] = {"model__lora": {"rank": 4, "alpha": 12}, "train__learning_rate": 0.02}
 
 
-def make_optimizer(model: Transformer, seed: int = 0, **fields: Any) -> LoraAdamW:
-    section = LoraSection.model_validate({"rank": 3, "alpha": 20, **fields})
-    return LoraAdamW(model, section, seed=seed, lr=RATE, weight_decay=0.1, betas=(0.9, 0.99))
-
-
-def spread(optimizer: LoraAdamW) -> None:
-    """Give B values, without which A has no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for one in optimizer.matrices:
-            one.lora_b.normal_(0, 0.05, generator=generator)
-    optimizer.write_weights()
+def make_optimizer(model: Transformer) -> LoraAdamW:
+    return LoraAdamW(model, LoraSection(rank=3, alpha=20), seed=0, lr=RATE, weight_decay=0.1, betas=(0.9, 0.99))
 
 
 def peft_model(base: nn.Module, optimizer: LoraAdamW) -> tuple[Any, list[nn.Parameter]]:
@@ -84,7 +74,11 @@ def test_gradients_and_steps_are_pefts(case: ModelCase, tmp_path: Path) -> None:
     hf_model = make_hf_model(case, torch.float64)
     ours = load_ours(hf_model, tmp_path, torch.float64)
     optimizer = make_optimizer(ours)
-    spread(optimizer)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in optimizer.matrices:  # without values in B, A has no gradient
+            one.lora_b.normal_(0, 0.05, generator=generator)
+    optimizer.write_weights()
     theirs, parameters = peft_model(hf_model, optimizer)
     sequences = make_sequences(make_policy())
     expected = peft_steps(theirs, parameters, sequences)
@@ -92,9 +86,8 @@ def test_gradients_and_steps_are_pefts(case: ModelCase, tmp_path: Path) -> None:
         train__num_epochs=2, train__micro_batch_tokens=24, train__learning_rate=RATE, train__max_grad_norm=MAX_NORM
     )
     one_draw = [replace(sequence, draw_index=0) for sequence in sequences]
-    context = UpdateContext(recipe=recipe, step=1)
     learner = AnyLearner(ours, optimizer, recipe.policy_updates)
-    metrics = learner.learn(one_draw, context)
+    metrics = learner.learn(one_draw, UpdateContext(recipe=recipe, step=1))
     assert learner.num_rows < 2 * sum(len(sequence.token_ids) for sequence in sequences), "some tokens are shared"
     assert metrics["grad_norm"] == pytest.approx(sum(expected) / 2, rel=1e-12)
     assert min(expected) > MAX_NORM
@@ -118,11 +111,9 @@ def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps()
         for holder in optimizer.holders(policy):
             holder.grad = torch.randn(holder.shape, generator=generator)
         optimizer.step()
-    mine, before, num_changed = named_tensors(policy), named_tensors(loaded), 0
-    updates = {}
-    for one in optimizer.matrices:
-        updates[f"{one.name}.weight"] = (one.lora_b @ one.lora_a).detach() * (20 / 3)
-    for name, tensor in before.items():
+    mine, num_changed = named_tensors(policy), 0
+    updates = {f"{m.name}.weight": (m.lora_b @ m.lora_a).detach() * (20 / 3) for m in optimizer.matrices}
+    for name, tensor in named_tensors(loaded).items():
         update = updates.get(name, torch.zeros(()))
         assert torch.equal(mine[name], (tensor.float() + update).bfloat16()), name
         num_changed += int((mine[name] != tensor).sum())
