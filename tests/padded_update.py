@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from algorithm_reference import kl_estimate
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from update_cases import TEMPERATURE, naive_logprobs
 
@@ -132,15 +132,6 @@ def naive_batches(
             yield [sequence for sequence in sequences if draws.index(sequence.draw_index) in chosen]
 
 
-@torch.no_grad()
-def descend(model: nn.Module, loss: Tensor, rate: float) -> list[Tensor]:
-    """One step of gradient descent; returns the gradient, in the order of the parameters."""
-    gradient = list(torch.autograd.grad(loss, list(model.parameters())))
-    for parameter, slope in zip(model.parameters(), gradient, strict=True):
-        parameter.sub_(slope, alpha=rate)
-    return gradient
-
-
 def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float]]]:
     """The loss of a mini-batch with gradient, and the metrics of its tokens. The cap weighs the policy's loss alone."""
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
@@ -174,7 +165,9 @@ def padded_step(
             difference = difference[: len(metrics["entropy"])]
         for name, values in metrics.items():
             per_token[name] += values
-        gradients.append(descend(policy, loss, recipe.train.learning_rate))
+        gradients.append(list(torch.autograd.grad(loss, list(policy.parameters()))))
+        for parameter, gradient in zip(policy.parameters(), gradients[-1], strict=True):
+            parameter.data -= recipe.train.learning_rate * gradient
         losses.append(loss.item())
     means = {
         "loss": float(np.mean(losses)),
