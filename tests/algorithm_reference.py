@@ -1,4 +1,4 @@
-"""The formulas of token-level advantages in loops over sequences and tokens.
+"""The formulas of the KL, and of token-level advantages in loops over sequences and tokens.
 
 They are in NumPy float64 and independent of `srtrl/algorithms`. A batch is a list with one array [L] per sequence; the
 formulas of the losses are in `padded_update.py`.
@@ -23,6 +23,11 @@ def padded(values: Sequence[npt.NDArray[np.floating]], padding: float = 0.0) -> 
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     return pad_sequence(rows, batch_first=True, padding_value=padding), mask
+
+
+def kl_estimate(name: str, log_ratio: Tensor) -> Tensor:
+    """The estimate of each token's KL, from the log-prob by the policy less that by the reference."""
+    return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[name]
 
 
 def gae(rewards: Ragged, values: Ragged, gamma: float, lam: float) -> Ragged:

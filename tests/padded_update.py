@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from algorithm_reference import kl_estimate
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from update_cases import TEMPERATURE, naive_logprobs
 
@@ -118,12 +119,6 @@ def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tens
     return of_sequences.mean()
 
 
-def kl_estimate(name: str, p: Padded) -> Tensor:
-    """The estimate of each token, [B, L]."""
-    log_ratio = p.new - p.ref
-    return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[name]
-
-
 def naive_batches(
     sequences: Sequence[TrainSequence], plan: UpdatePlan, seed: int, step: int
 ) -> Iterator[list[TrainSequence]]:
@@ -137,15 +132,6 @@ def naive_batches(
             yield [sequence for sequence in sequences if draws.index(sequence.draw_index) in chosen]
 
 
-@torch.no_grad()
-def descend(model: nn.Module, loss: Tensor, rate: float) -> list[Tensor]:
-    """One step of gradient descent; returns the gradient, in the order of the parameters."""
-    gradient = list(torch.autograd.grad(loss, list(model.parameters())))
-    for parameter, slope in zip(model.parameters(), gradient, strict=True):
-        parameter.sub_(slope, alpha=rate)
-    return gradient
-
-
 def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float]]]:
     """The loss of a mini-batch with gradient, and the metrics of its tokens. The cap weighs the policy's loss alone."""
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
@@ -156,7 +142,7 @@ def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float
         tokens = weights * tokens
         metrics |= {"importance/weight": weights, "importance/capped_share": weights >= algorithm.importance_cap}
     if kl.coefficient:
-        metrics["kl/ref"] = kl_estimate(kl.estimator, p)
+        metrics["kl/ref"] = kl_estimate(kl.estimator, p.new - p.ref)
         tokens = tokens + (kl.coefficient * metrics["kl/ref"] if kl.placement == "loss" else 0)
     tokens = tokens - algorithm.entropy_coefficient * p.entropy
     loss = reduce(algorithm.reduction, tokens, p.mask, recipe.rollout.max_new_tokens)
@@ -179,7 +165,9 @@ def padded_step(
             difference = difference[: len(metrics["entropy"])]
         for name, values in metrics.items():
             per_token[name] += values
-        gradients.append(descend(policy, loss, recipe.train.learning_rate))
+        gradients.append(list(torch.autograd.grad(loss, list(policy.parameters()))))
+        for parameter, gradient in zip(policy.parameters(), gradients[-1], strict=True):
+            parameter.data -= recipe.train.learning_rate * gradient
         losses.append(loss.item())
     means = {
         "loss": float(np.mean(losses)),

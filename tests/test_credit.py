@@ -60,11 +60,6 @@ def tokens_of(credit: Credit) -> list[list[float]]:
 # ---- all tokens against loops ----
 
 
-def estimate(estimator: str, new: float, ref: float) -> float:
-    """The estimate of one token's KL; `new` is the log-prob by the policy."""
-    return {"k1": new - ref, "k2": (new - ref) ** 2 / 2, "k3": math.exp(ref - new) - 1 - (ref - new)}[estimator]
-
-
 def as_it_is(rewards: Tensor) -> Tensor:
     return rewards
 
@@ -96,18 +91,17 @@ def test_advantages_equal_loops_over_the_sampled_tokens(
     groups = [replace(one, rollouts=list(map(with_observation, one.rollouts))) for one in random_groups(3)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sequences = random_sequences(groups, 3)
-    gamma, lam = 0.97, 0.9
     rewards = []
     for rollout, sequence in zip(rollouts, sequences, strict=True):
         assert sequence.ref_logprobs is not None
-        pairs = zip(sequence.rollout_logprobs.tolist(), sequence.ref_logprobs.tolist(), strict=True)
-        row = np.array([-KL * estimate(estimator, *pair) if placement == "reward" else 0.0 for pair in pairs])
+        log_ratio = torch.from_numpy(sequence.rollout_logprobs).double() - torch.from_numpy(sequence.ref_logprobs)
+        row = -KL * reference.kl_estimate(estimator, log_ratio).numpy() * (placement == "reward")
         row[-1] += rollout.grade.reward
         rewards.append(row)
     values = [sequence.values.astype(float) for sequence in sequences if sequence.values is not None]
     expected = [np.full(len(row), row.sum()) for row in rewards]
     if advantage == "gae":
-        expected = reference.gae(rewards, values, gamma, lam)
+        expected = reference.gae(rewards, values, gamma=0.97, lam=0.9)
     returns = [row + value for row, value in zip(expected, values, strict=True)]  # before the whitening
     if is_whitened:
         expected = reference.whiten(expected)
@@ -117,8 +111,8 @@ def test_advantages_equal_loops_over_the_sampled_tokens(
         groups,
         sequences,
         advantage=advantage,
-        gamma=gamma,
-        lam=lam,
+        gamma=0.97,
+        lam=0.9,
         kl={"coefficient": KL, "estimator": estimator, "placement": placement},
         whiten_advantages=is_whitened,
         overlong_filtering=is_filtered,

@@ -10,20 +10,12 @@ import numpy as np
 import pytest
 import torch
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
-from padded_update import descend, naive_batches, padded_forward
+from padded_update import naive_batches, padded_forward
 from safetensors.torch import save_file
 from torch import Tensor
-from update_cases import RecordingSGD, distance, make_policy, make_sequences
+from update_cases import NO_LIMIT, RecordingSGD, distance, make_policy, make_sequences
 
-from srtrl.features.critic import (
-    HEAD_FILE,
-    Critic,
-    ValueModel,
-    load_value_model,
-    save_value_model,
-    value_metrics,
-    values_column,
-)
+from srtrl.features.critic import Critic, ValueModel, load_value_model, save_value_model, value_metrics, values_column
 from srtrl.model.attention import PackedPlan
 from srtrl.model.weights import load_model, save_model
 from srtrl.trainer.passes import NonFiniteError, UpdateContext, fill
@@ -59,14 +51,25 @@ def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip
 
 
 @pytest.mark.parametrize(
-    ("value_loss", "micro_batch_tokens"), [("clipped_value", 20), ("clipped_value", 1000), ("squared_error", 25)]
+    ("value_loss", "micro_batch_tokens", "max_norm"),
+    [("clipped_value", 20, NO_LIMIT), ("clipped_value", 1000, 0.1), ("squared_error", 25, 0.1)],
 )
-def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, micro_batch_tokens: int) -> None:
-    """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones."""
+def test_values_and_gradients_equal_those_of_a_padded_batch(
+    value_loss: str, micro_batch_tokens: int, max_norm: float
+) -> None:
+    """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones.
+
+    The learning rate is the critic's own, without warm-up, the limit of the gradient's norm that of the policy.
+    """
     is_clipped = value_loss == "clipped_value"
+    section = {"value_loss": value_loss, "mini_batch_prompts": 2, "learning_rate": 0.2, "warmup_steps": 1}
     recipe = make_critic_recipe(  # 0.2 is the default: the recipe refuses another where there is no clip
-        {"value_loss": value_loss, "mini_batch_prompts": 2, "value_clip": 0.1 if is_clipped else 0.2},
+        section | {"value_clip": 0.1 if is_clipped else 0.2},
         train__num_epochs=2,
+        train__num_steps=5,
+        train__schedule="linear",
+        train__warmup_steps=3,
+        train__max_grad_norm=max_norm,
         rollout__num_prompts=4,  # a filter dropped the fourth
         train__micro_batch_tokens=micro_batch_tokens,
     )
@@ -81,41 +84,27 @@ def test_values_and_gradients_equal_those_of_a_padded_batch(value_loss: str, mic
     metrics = critic.learn(sequences, context)
     assert critic.num_rows < 2 * sum(len(sequence.token_ids) for sequence in sequences), "some tokens are shared"
 
-    losses, norms, clipped = [], [], []
+    losses: list[float] = []
+    norms, clipped = [], []
     batches = naive_batches(sequences, recipe.critic_updates, recipe.seed, 3)
     for gradients, batch in zip(optimizer.gradients, batches, strict=True):
         loss, is_stopped = naive_loss(naive, batch, 0.1 if is_clipped else np.inf)
-        expected = descend(naive, loss, recipe.critic_updates.learning_rate)
+        whole = torch.autograd.grad(loss, list(naive.parameters()))
+        norms.append(float(torch.cat([gradient.flatten() for gradient in whole]).norm()))
+        expected = [gradient * min(1, max_norm / (norms[-1] + 1e-6)) for gradient in whole]  # as torch clips it
         assert distance(gradients, expected) < 1e-12
+        rate = 0.2 * (1 - (8 + len(losses)) / 20)  # of step 3 of 5, of four optimizer steps each
+        for parameter, gradient in zip(naive.parameters(), expected, strict=True):
+            parameter.data -= rate * gradient
         losses.append(loss.item())
-        norms.append(float(torch.cat([gradient.flatten() for gradient in expected]).norm()))
         clipped.append(is_stopped.double())
     assert len(losses) == 4
+    assert metrics["critic/learning_rate"] == optimizer.rates[-1] == pytest.approx(rate)
     assert metrics["critic/loss"] == pytest.approx(np.mean(losses), rel=1e-7)  # the bounds of the clip are float32
     assert metrics["critic/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-10)
     assert {f"critic/{name}": value for name, value in value_metrics(sequences).items()}.items() <= metrics.items()
     assert metrics.get("critic/clip_share/value", 0) == pytest.approx(torch.cat(clipped).mean().item(), rel=1e-10)
     assert (clipped[0].mean() != clipped[2].mean()) == is_clipped, "it does something, and not the same in both epochs"
-
-
-def test_the_rate_is_the_critics_own_and_the_norm_that_of_the_policy() -> None:
-    """Three optimizer steps a training step for the critic, one for the policy; the rate has no warm-up."""
-    recipe = make_critic_recipe(
-        {"learning_rate": 0.4, "mini_batch_prompts": 1, "warmup_steps": 1},
-        train__num_steps=5,
-        train__schedule="linear",
-        train__warmup_steps=3,
-        train__max_grad_norm=0.01,
-    )
-    model = make_value_model()
-    optimizer = RecordingSGD(model)
-    critic = Critic(model, optimizer, recipe)
-    steps = [critic.learn(make_value_sequences(), UpdateContext(recipe=recipe, step=step)) for step in range(1, 6)]
-    assert optimizer.rates == pytest.approx([0.4 * (1 - done / 15) for done in range(15)])
-    assert [metrics["critic/learning_rate"] for metrics in steps] == optimizer.rates[2::3]
-    norms = [float(torch.cat([gradient.flatten() for gradient in one]).norm()) for one in optimizer.gradients]
-    assert norms == pytest.approx([0.01] * 15, rel=1e-3)
-    assert min(metrics["critic/grad_norm"] for metrics in steps) > 0.1, "it is measured before it is clipped"
 
 
 def test_explained_variance_equals_its_definition_but_where_returns_differ_by_rounding() -> None:
@@ -210,6 +199,6 @@ def test_a_policy_becomes_a_critic_that_is_saved_and_loaded_with_the_same_bits(
 def test_a_wrong_value_head_is_refused(tmp_path: Path) -> None:
     save_value_model(make_value_model(dtype=torch.float32), tmp_path)
     for name, width in (("value_head.weight", 9), ("score.weight", 8)):
-        save_file({name: torch.zeros(1, width)}, tmp_path / HEAD_FILE)
+        save_file({name: torch.zeros(1, width)}, tmp_path / "value_head.safetensors")
         with pytest.raises(ValueError, match=rf"{name}': \[1, {width}\].* expected {{'value_head.weight': \[1, 8\]}}"):
             load_value_model(tmp_path, dtype=torch.float32, device="cpu")

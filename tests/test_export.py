@@ -25,17 +25,12 @@ def run(finished: Callable[..., Path]) -> Path:
     return finished(algorithm__advantage="gae", critic={}, train__checkpoint_every=1, train__num_steps=2)
 
 
-def export(*arguments: object) -> None:
-    result = bench_cases.run("export", *arguments)
-    assert result.exit_code == 0, result.output
-
-
 @pytest.mark.parametrize(("arguments", "step"), [((), 2), (("--step", 1), 1)])
 def test_an_export_is_a_model_with_tokenizer_and_card(
     run: Path, tmp_path: Path, arguments: tuple[object, ...], step: int
 ) -> None:
     folder = tmp_path / "new" / "policy"
-    export(run, folder, *arguments)
+    assert bench_cases.run("export", run, folder, *arguments).exit_code == 0
     kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == kept | {"README.md"}
     checkpoint = run / "checkpoints" / f"step_{step:06d}"
@@ -67,7 +62,7 @@ def test_a_card_needs_no_rollouts_and_what_is_beside_an_export_stays(run: Path, 
     for name in (".new.writing", ".new.deleting", ".new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").touch()
-    export(copy, tmp_path / "new")
+    assert bench_cases.run("export", copy, tmp_path / "new").exit_code == 0
     assert len(list(tmp_path.rglob("mine.txt"))) == 3
     assert len(list(tmp_path.iterdir())) == 5, "the copy, the export, and nothing else"
     card = model_card(read_run(copy), 2, "peft", load_tokenizer(str(tmp_path / "new")))

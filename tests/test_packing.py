@@ -1,6 +1,6 @@
 """Packing against a loop over tokens, for random sequences and budgets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -14,15 +14,15 @@ from srtrl.types import TrainSequence
 
 
 def make_sequence(
-    num_prompt: int, num_response: int, seed: int, with_optional: bool = True, draw_index: int = 0, vocab_size: int = 99
+    num_prompt: int, num_response: int, seed: int, names: Sequence[str] = PER_TOKEN, size: int = 1, vocab_size: int = 99
 ) -> TrainSequence:
+    """The one of number `seed`, of draws of `size`; `names` are the numbers of tokens that it has."""
     rng = np.random.default_rng(seed)
-    names = PER_TOKEN if with_optional else ("rollout_logprobs", "advantages", "old_logprobs")
     per_token: dict[str, Any] = {name: rng.standard_normal(num_response).astype(np.float32) for name in names}
     return TrainSequence(
         token_ids=rng.integers(vocab_size, size=num_prompt + num_response),
         targets=np.arange(num_prompt, num_prompt + num_response),
-        draw_index=draw_index,
+        draw_index=seed // size,
         **per_token,
     )
 
@@ -30,10 +30,9 @@ def make_sequence(
 @st.composite
 def sequences_and_budget(draw: st.DrawFn) -> tuple[list[TrainSequence], int]:
     shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=12))
-    with_optional, size, vocab_size = draw(st.booleans()), draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 99]))
-    sequences = [
-        make_sequence(*shape, seed, with_optional, seed // size, vocab_size) for seed, shape in enumerate(shapes)
-    ]
+    names = draw(st.sampled_from([PER_TOKEN, ("rollout_logprobs", "advantages", "old_logprobs")]))
+    size, vocab_size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 99]))
+    sequences = [make_sequence(*shape, seed, names, size, vocab_size) for seed, shape in enumerate(shapes)]
     if draw(st.booleans()):
         sequences = [sequences[index] for index in sharing_order(sequences)]
     return sequences, draw(st.integers(max(sum(shape) for shape in shapes), 60))
@@ -95,11 +94,10 @@ def num_rows(sequences: list[TrainSequence]) -> int:
 
 def test_a_micro_batch_is_made_when_it_is_asked_for() -> None:
     """The device holds one at a time; what is wrong with a later sequence is said before the first is made."""
-    sequences = [make_sequence(1, 2, seed, draw_index=seed) for seed in range(5)]
+    sequences = [make_sequence(1, 2, seed) for seed in range(5)]
     batches = pack(sequences, 6, "cpu")
     assert isinstance(batches, Iterator)
     assert [batch.plan.lengths for batch in batches] == [(3, 3), (3, 3), (3,)]
     assert list(pack([], 8, "cpu")) == []
-    message = r"sequence 5 has 7 tokens, more than the 6 .*micro_batch_tokens to at least 7"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"sequence 5 has 7 tokens, more than the 6 .*_tokens to at least 7"):
         pack([*sequences, make_sequence(3, 4, 5)], 6, "cpu")

@@ -10,8 +10,6 @@ from plain_kernels import ReferencePlan
 
 from srtrl.model.paged_attention import PagedPlan
 
-PAGE_SIZE = 4
-
 
 @settings(deadline=None)
 @given(

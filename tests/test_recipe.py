@@ -10,7 +10,7 @@ from recipe_cases import MINIMAL
 from test_bad_input import parsed
 
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import FOREIGN_NAMES, RecipeError, dump_recipe, load_recipe, read_source, read_yaml
+from srtrl.recipe.file import FOREIGN_NAMES, RecipeError, dump_recipe, load_recipe, read_yaml
 from srtrl.recipe.schema import Recipe
 
 
@@ -70,14 +70,6 @@ def test_a_file_that_is_no_mapping_is_refused(recipe_file: Path, text: str) -> N
     recipe_file.write_text(text)
     (error,) = errors_of(recipe_file)
     assert error.startswith("recipe.yaml: expected a mapping of sections, found ")
-
-
-def test_a_value_is_located_at_its_line_or_its_override(recipe_file: Path) -> None:
-    recipe_file.write_text("a: {x: 1, y: 2}\nb:\n  y: 3\n")
-    source = read_source(recipe_file, ["a.x=5"])
-    assert source.data == {"a": {"x": 5, "y": 2}, "b": {"y": 3}}
-    keys = ("a.x", "a.y", "b.y", "b.y.unknown")
-    assert [source.locate(key).replace(str(recipe_file), "") for key in keys] == ["override `a.x=5`", ":1", ":3", ":3"]
 
 
 NAMES: dict[str, str] = read_yaml(FOREIGN_NAMES.read_text(), "names")[0]

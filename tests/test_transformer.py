@@ -21,7 +21,7 @@ from update_cases import random_shares
 from srtrl.model.attention import Gather, PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
-from srtrl.model.weights import init_model, load_model, named_tensors, save_model
+from srtrl.model.weights import init_model, named_tensors, read_config, save_model
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
 WIDE = Style(wide_norms=True)
@@ -52,9 +52,7 @@ def test_logits_gradients_and_saved_files_are_those_of_transformers(case: ModelC
     for (name, tensor), (other, same) in zip(loaded.named_parameters(), hf_model.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(tensor, same)
-    again = load_model(tmp_path / "ours", dtype=torch.float64, device="cpu")
-    assert again.config == model.config
-    assert all(torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True))
+    assert read_config(tmp_path / "ours") == model.config
 
     sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
     targets = torch.cat(random_sequences(case.fields["vocab_size"], LENGTHS, seed=1))

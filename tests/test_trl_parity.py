@@ -6,14 +6,13 @@ piece and in micro-batches. TRL is not needed for anything else (`pip install -e
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from algorithm_reference import Ragged, padded
+from algorithm_reference import padded
 from torch import Tensor
 
 from srtrl.algorithms.losses import truncated_weights
@@ -43,32 +42,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
 """Our loss and reduction, TRL's settings that mean the same, and how far the policy has moved."""
 
 
-@dataclass
 class Numbers:
-    """Log-probs of ragged sequences and one advantage each, [B]."""
+    """Log-probs of ragged sequences, which move by `spread`, and one advantage each, [B]."""
 
-    new: Ragged
-    old: Ragged
-    ref: Ragged
-    decoder: Ragged
-    advantages: Tensor
+    def __init__(self, spread: float) -> None:
+        generator = np.random.default_rng(0)
+        self.old = [generator.uniform(-4.0, -0.05, length) for length in (5, 1, 9, 3, 7, 2, 8, 4)]
+        self.new, self.ref, self.decoder = (
+            [row + deviation * generator.standard_normal(len(row)) for row in self.old]
+            for deviation in (spread, 0.5, 0.1)
+        )
+        self.advantages = torch.from_numpy(generator.standard_normal(NUM_SEQUENCES))
 
 
 def trl_module(name: str) -> Any:
     """TRL's module, imported when a test first needs it."""
     return pytest.importorskip(f"trl.trainer.{name}", reason="TRL is not installed: pip install 'trl>=1.0'")
-
-
-def numbers_of(spread: float) -> Numbers:
-    generator = np.random.default_rng(0)
-    lengths = [5, 1, 9, 3, 7, 2, 8, 4]
-    old = [generator.uniform(-4.0, -0.05, length) for length in lengths]
-
-    def near(rows: Ragged, spread: float) -> Ragged:
-        return [row + spread * generator.standard_normal(len(row)) for row in rows]
-
-    advantages = torch.from_numpy(generator.standard_normal(len(lengths)))
-    return Numbers(near(old, spread), old, near(old, 0.5), near(old, 0.1), advantages)
 
 
 def stand_in(logprobs: Tensor, num_micro_batches: int, **settings: Any) -> SimpleNamespace:
@@ -156,7 +145,7 @@ def our_loss(
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_equal_trl(case: str, num_micro_batches: int) -> None:
     loss, reduction, settings, spread = CASES[case]
-    numbers, module = numbers_of(spread), trl_module("grpo_trainer")
+    numbers, module = Numbers(spread), trl_module("grpo_trainer")
     size = NUM_SEQUENCES // num_micro_batches
     micro_batches = [slice(first, first + size) for first in range(0, NUM_SEQUENCES, size)]
     theirs = [trl_loss(module, settings, numbers, rows, num_micro_batches) for rows in micro_batches]
@@ -175,7 +164,7 @@ def test_loss_and_gradient_equal_trl(case: str, num_micro_batches: int) -> None:
 
 def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
     """TRL's RLOO takes the ratio of whole responses; on the policy that sampled its gradient is REINFORCE's."""
-    numbers = numbers_of(0.0)
+    numbers = Numbers(0.0)
     new, mask = padded(numbers.new)
     new.requires_grad_()
     inputs = trl_tokens(mask) | {"old_logps": (new.detach() * mask).sum(1), "advantages": numbers.advantages}

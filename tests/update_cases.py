@@ -28,22 +28,12 @@ NO_LIMIT = 1e9
 
 def make_recipe(**options: Any) -> Recipe:
     """A recipe for three groups of two; options are `section__key=value`."""
+    lengths = {"max_prompt_tokens": 6, "max_new_tokens": 10, "temperature": TEMPERATURE}
+    limits = {"max_grad_norm": NO_LIMIT, "max_logprob_difference": NO_LIMIT}
     sections: dict[str, Any] = {
-        "rollout": {
-            "num_prompts": NUM_GROUPS,
-            "num_samples": NUM_SAMPLES,
-            "max_prompt_tokens": 6,
-            "max_new_tokens": 10,
-            "temperature": TEMPERATURE,
-        },
+        "rollout": {"num_prompts": NUM_GROUPS, "num_samples": NUM_SAMPLES} | lengths,
         "algorithm": {"clip_high": 0.3, "kl": {}},
-        "train": {
-            "num_steps": 2,
-            "micro_batch_tokens": 1000,
-            "learning_rate": 1e-3,
-            "max_grad_norm": NO_LIMIT,
-            "max_logprob_difference": NO_LIMIT,
-        },
+        "train": {"num_steps": 2, "micro_batch_tokens": 1000, "learning_rate": 1e-3} | limits,
     }
     return tiny_run.make_recipe(Path("unused"), Path("unused"), **(sections | options))
 
@@ -52,17 +42,8 @@ def make_policy(
     seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20, hidden_size: int = 8
 ) -> Transformer:
     """A policy with 19 tokens."""
-    return init_policy(
-        seed,
-        dtype,
-        scale=scale,
-        vocab_size=19,
-        hidden_size=hidden_size,
-        intermediate_size=12,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    return init_policy(seed, dtype, scale=scale, vocab_size=19, hidden_size=hidden_size, intermediate_size=12, **heads)
 
 
 @torch.no_grad()
@@ -124,12 +105,7 @@ def random_shares(lengths: Sequence[int], seed: int) -> list[int]:
 
 
 def update(
-    policy: Transformer,
-    optimizer: MasterAdamW,
-    sequences: Sequence[TrainSequence],
-    recipe: Recipe,
-    *,
-    step: int = 1,
+    policy: Transformer, optimizer: MasterAdamW, sequences: Sequence[TrainSequence], recipe: Recipe, *, step: int = 1
 ) -> dict[str, float]:
     """The policy's update, as the trainer calls it."""
     context = UpdateContext(recipe=recipe, step=step)

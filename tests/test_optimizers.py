@@ -1,5 +1,10 @@
-"""LoRA: gradients, steps and files are PEFT's; merged weights, reference and resume are exact."""
+"""The optimizers: float32 masters of a bfloat16 model against a plain loop; LoRA, whose steps and files are PEFT's.
 
+`test_ppo_training.py` resumes a killed bfloat16 run, `test_promises.py` one with LoRA.
+"""
+
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,43 +12,163 @@ from typing import Any
 
 import bench_cases
 import pytest
+import tiny_run
 import torch
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_master_weights import AnyLearner
-from tiny_run import learned_rows, make_recipe
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from update_cases import make_policy, make_sequences
-from update_cases import make_recipe as make_update_recipe
+from update_cases import make_policy, make_recipe, make_sequences
 
 from srtrl.build import build_parts
 from srtrl.features.adapters import load_policy
 from srtrl.features.lora import LoraAdamW
+from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe.schema import LoraSection
+from srtrl.rollout.packing import PackedBatch, pack, sharing_order
+from srtrl.trainer.learner import Learner
+from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.trainer import Trainer
 from srtrl.types import TrainSequence
 
-RATE, MAX_NORM, TEMPERATURE = 1e-3, 0.05, 0.8
+RATE = 1e-3
+BUDGET = 24
+
+
+def optimizer_of(model: nn.Module) -> MasterAdamW:
+    return build_optimizer(model, learning_rate=RATE, weight_decay=0.1, betas=(0.9, 0.99))
+
+
+def micro_batch_loss(policy: Transformer, packed: PackedBatch) -> Tensor:
+    """Any loss will do."""
+    hidden = policy(packed.token_ids, packed.plan)[packed.hidden_index]
+    logprobs, _ = token_logprobs(hidden, policy.head_weight, packed.target_ids, temperature=0.8)
+    return -(logprobs * packed.advantages).sum() / 30
+
+
+class AnyLearner(Learner):
+    """Of `micro_batch_loss`."""
+
+    model: Transformer
+
+    def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """With a metric of ones."""
+        return micro_batch_loss(self.model, packed), {"one": torch.ones(len(packed.target_ids))}
+
+
+def descend_by_hand(policy: Transformer, sequences: Sequence[TrainSequence], max_norm: float) -> float:
+    """Four epochs of one mini-batch with plain tensors; returns the mean norm. All but a pass's results is float32.
+
+    Weight decay is for matrices alone.
+    """
+    names, parameters = zip(*policy.named_parameters(), strict=True)
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    groups = [
+        {"params": [master], "weight_decay": 0.1 * (master.ndim >= 2 and "embed" not in name)}
+        for name, master in zip(names, masters, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-8, fused=True)
+    norms = 0.0
+    for number in range(4):
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for packed in pack(sequences, BUDGET, "cpu"):
+            slopes = torch.autograd.grad(micro_batch_loss(policy, packed), parameters)
+            for master, slope in zip(masters, slopes, strict=True):
+                assert slope.dtype == policy.dtype
+                assert master.grad is not None
+                master.grad += slope.float()
+        norms += float(torch.nn.utils.clip_grad_norm_(masters, max_norm))
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (1 - number / 4)
+        optimizer.step()
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.data.copy_(master.data)
+    return norms / 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tied", "max_norm"),
+    [(torch.bfloat16, False, 1e9), (torch.bfloat16, True, 0.05), (torch.float32, False, 0.05)],
+    ids=str,
+)
+def test_weights_are_those_of_float32_masters_to_the_bit(dtype: torch.dtype, tied: bool, max_norm: float) -> None:
+    """A float32 model is trained by plain AdamW; nothing but the time at which its state is made differs."""
+    sequences = [replace(sequence, draw_index=0) for sequence in make_sequences(make_policy())]
+    sequences = [sequences[index] for index in sharing_order(sequences)]
+    assert len(list(pack(sequences, BUDGET, "cpu"))) > 2
+    ours, by_hand, before = (make_policy(dtype=dtype, tied=tied, scale=8) for _ in range(3))
+    optimizer = optimizer_of(ours)
+    assert bool(optimizer.master_of) == (dtype != torch.float32), "a float32 parameter is its own master"
+    recipe = make_recipe(
+        train__num_steps=1,
+        train__num_epochs=4,
+        train__micro_batch_tokens=BUDGET,
+        train__schedule="linear",
+        train__max_grad_norm=max_norm,
+    )
+    learner = AnyLearner(ours, optimizer, recipe.policy_updates)
+    metrics = learner.learn(sequences, UpdateContext(recipe=recipe, step=1))
+    assert metrics["grad_norm"] == descend_by_hand(by_hand, sequences, max_norm)
+    assert all(map(torch.equal, ours.parameters(), by_hand.parameters()))
+    assert not all(map(torch.equal, ours.parameters(), before.parameters()))
+
+
+def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient() -> None:
+    """The decoder reads these very tensors; and a step allocates nothing that could run out with half of it done."""
+    policy = make_policy(dtype=torch.bfloat16, scale=8)
+    optimizer = optimizer_of(policy)
+    parameters = list(policy.parameters())
+
+    def addresses() -> list[int]:
+        state = [tensor for one in optimizer.state.values() for _, tensor in sorted(one.items())]
+        return [tensor.data_ptr() for tensor in (*parameters, *optimizer.master_of.values(), *state)]
+
+    before = addresses()
+    assert len(before) == 5 * len(parameters), "steps and both moments are there"
+    loss = micro_batch_loss(policy, next(pack(make_sequences(make_policy()), BUDGET, "cpu")))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is None for parameter in parameters)
+    gradients = [one.grad for one in optimizer.holders(policy) if one.grad is not None]
+    assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, torch.float32) for one in parameters]
+    assert optimizer.gradient_bytes == sum(one.nbytes for one in gradients)
+    optimizer.step()
+    assert all(one.grad is None for one in (*parameters, *optimizer.master_of.values())), "they are used up"
+    assert addresses() == before
+    assert all(torch.equal(parameter, optimizer.master_of[parameter].bfloat16()) for parameter in parameters)
+
+
+def test_optimizer_and_masters_are_freed_before_the_model() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    first = optimizer_of(model)
+    (master,) = first.holders(model)
+    left: list[weakref.ref[Any]] = [weakref.ref(first), weakref.ref(master)]
+    second = optimizer_of(model)
+    (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(AssertionError, match="another optimizer took them"):
+        second.step()
+    del first, master
+    gc.collect()
+    assert [one() for one in left] == [None, None]
+    (master,) = second.holders(model)
+    before = master.item()
+    (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+    second.step()
+    assert master.item() != before
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+MAX_NORM, TEMPERATURE = 0.05, 0.8
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LORA: dict[str, Any] = {"model__lora": {"rank": 4, "alpha": 12}, "train__learning_rate": 0.02}
 
 
-def make_optimizer(model: Transformer, seed: int = 0, **fields: Any) -> LoraAdamW:
-    section = LoraSection.model_validate({"rank": 3, "alpha": 20, **fields})
-    return LoraAdamW(model, section, seed=seed, lr=RATE, weight_decay=0.1, betas=(0.9, 0.99))
-
-
-def spread(optimizer: LoraAdamW) -> None:
-    """Give B values, without which A has no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for one in optimizer.matrices:
-            one.lora_b.normal_(0, 0.05, generator=generator)
-    optimizer.write_weights()
+def make_optimizer(model: Transformer) -> LoraAdamW:
+    return LoraAdamW(model, LoraSection(rank=3, alpha=20), seed=0, lr=RATE, weight_decay=0.1, betas=(0.9, 0.99))
 
 
 def peft_model(base: nn.Module, optimizer: LoraAdamW) -> tuple[Any, list[nn.Parameter]]:
@@ -84,17 +209,20 @@ def test_gradients_and_steps_are_pefts(case: ModelCase, tmp_path: Path) -> None:
     hf_model = make_hf_model(case, torch.float64)
     ours = load_ours(hf_model, tmp_path, torch.float64)
     optimizer = make_optimizer(ours)
-    spread(optimizer)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in optimizer.matrices:  # without values in B, A has no gradient
+            one.lora_b.normal_(0, 0.05, generator=generator)
+    optimizer.write_weights()
     theirs, parameters = peft_model(hf_model, optimizer)
     sequences = make_sequences(make_policy())
     expected = peft_steps(theirs, parameters, sequences)
-    recipe = make_update_recipe(
+    recipe = make_recipe(
         train__num_epochs=2, train__micro_batch_tokens=24, train__learning_rate=RATE, train__max_grad_norm=MAX_NORM
     )
     one_draw = [replace(sequence, draw_index=0) for sequence in sequences]
-    context = UpdateContext(recipe=recipe, step=1)
     learner = AnyLearner(ours, optimizer, recipe.policy_updates)
-    metrics = learner.learn(one_draw, context)
+    metrics = learner.learn(one_draw, UpdateContext(recipe=recipe, step=1))
     assert learner.num_rows < 2 * sum(len(sequence.token_ids) for sequence in sequences), "some tokens are shared"
     assert metrics["grad_norm"] == pytest.approx(sum(expected) / 2, rel=1e-12)
     assert min(expected) > MAX_NORM
@@ -118,11 +246,9 @@ def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps()
         for holder in optimizer.holders(policy):
             holder.grad = torch.randn(holder.shape, generator=generator)
         optimizer.step()
-    mine, before, num_changed = named_tensors(policy), named_tensors(loaded), 0
-    updates = {}
-    for one in optimizer.matrices:
-        updates[f"{one.name}.weight"] = (one.lora_b @ one.lora_a).detach() * (20 / 3)
-    for name, tensor in before.items():
+    mine, num_changed = named_tensors(policy), 0
+    updates = {f"{m.name}.weight": (m.lora_b @ m.lora_a).detach() * (20 / 3) for m in optimizer.matrices}
+    for name, tensor in named_tensors(loaded).items():
         update = updates.get(name, torch.zeros(()))
         assert torch.equal(mine[name], (tensor.float() + update).bfloat16()), name
         num_changed += int((mine[name] != tensor).sum())
@@ -144,7 +270,7 @@ def test_a_run_is_exported_and_started_from_its_adapter(
     """It is PEFT's, too: merged into the base model, it gives the checkpoint's weights and logits."""
     changes = {**LORA, "model__dtype": "bfloat16", "train__num_steps": 2, "train__checkpoint_every": 1}
     run = finished(**changes)
-    rows = learned_rows(run)[1:]
+    rows = tiny_run.learned_rows(run)[1:]
     assert all(row["logprob_difference/max"] < 0.3 for row in rows)
     assert rows[-1]["kl/ref"] > 1e-4
     assert rows[-1]["lora/norm"] > rows[0]["lora/norm"] > 0
@@ -161,7 +287,7 @@ def test_a_run_is_exported_and_started_from_its_adapter(
     assert exported.exit_code == 0, exported.output
     files = {path.name for path in (tmp_path / "exported").iterdir()}
     assert files == {*ADAPTER_FILES, "README.md", "tokenizer.json", "tokenizer_config.json"}
-    again = make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
+    again = tiny_run.make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
     policy_again = Trainer(build_parts(again)).policy
     saved = load_model(checkpoint, dtype=policy_again.dtype, device="cpu")
     assert all(map(torch.equal, policy_again.parameters(), saved.parameters()))
