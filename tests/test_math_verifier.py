@@ -119,7 +119,7 @@ def test_reading_an_answer_takes_linear_time(unit: str) -> None:
     extract_letter(crafted)
     assert rewards.format(sample_of(crafted)) in (0.0, 1.0)
     for suffix in ("", "\nAnswer: ", "\nAnswer: " + "7" * 1_000_000, " x"):
-        arithmetic.is_correct(unit * (2_000_000 // len(unit)) + suffix, "7")
+        arithmetic.is_correct(unit * (500_000 // len(unit)) + suffix, "7")
 
 
 def test_a_worker_imports_the_verifier_without_torch() -> None:
