@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sympy.parsing import sympy_parser
-from task_cases import byte_tokenizer, cases_in, sample_of
+from task_cases import Rows, byte_tokenizer, cases_in, prompt_of, sample_of
 
 from srtrl.recipe.schema import GradingSection
 from srtrl.tasks import arithmetic, rewards
@@ -98,6 +98,13 @@ def test_an_answer_is_never_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [code for code in evaluated if not re.fullmatch(r"(Integer|Float|Symbol) \('?\w+'? \)", code)] == []
     assert not list(tmp_path.iterdir())
     assert is_correct("\ud800 \\boxed{5}", "5")
+
+
+def test_an_answer_without_end_costs_its_own_sample() -> None:
+    with Grader(Rows(is_correct), (), GradingSection(num_workers=1, timeout_seconds=0.6), 10) as grader:
+        texts = [rf"\boxed{{{answer}}}" for answer in ("9^{9^{9^{9}}}", "5", "6")]
+        grades = grader.collect([grader.submit(prompt_of("5"), text, "stop", 3) for text in texts])
+    assert [grade.outcome for grade in grades] == ["timeout", "correct", "wrong"]
 
 
 @pytest.mark.slow
