@@ -37,7 +37,6 @@ from transformers import PreTrainedTokenizerBase
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
@@ -458,7 +457,7 @@ def test_hermes() -> None:
 
 
 def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
-    parts = Hermes(tokenizer_with(CASES["thinking"]), Upper.tools).parts(["a"])
+    parts = talk(Upper, tokenizer_with(CASES["thinking"]), format="hermes").format.parts(["a"])
     assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
     for content, message in [*CASES["refused"], (None, "has no chat template")]:
         for environment, name in ((Upper, "hermes"), (Echo, "chat")):
