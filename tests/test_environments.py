@@ -37,7 +37,6 @@ from transformers import PreTrainedTokenizerBase
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
 from srtrl.environments.record import Record, checksum
@@ -421,32 +420,26 @@ def tokenizer_with(content: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_outcomes(conversations: EnvironmentTurns, said: str, observation: str, outcome: str) -> None:
-    first = completion_of(encode(said), max_new_tokens=4000)
-    answer = ask(conversations, first)
-    text = str(TOKENIZER.decode(answer.extension))
-    assert text.startswith("\n<interpreter>\n"), said
-    assert text.endswith(f"{observation}\n</interpreter>\n"), said
-    last = ending_of(ask(conversations, completion_of(encode("Answer: 4"), first, answer.extension)))
-    assert (last.outcomes, last.stop_reason, last.num_void_turns) == ((outcome,), "answered", 0), said
-    assert [kind for kind, _ in last.segments] == ["model", "boundary", "observation", "boundary", "model"]
-
-
-def test_code_tags() -> None:
-    with talk(OneTool, format="code_tags") as conversations:
-        for said, observation, outcome in CASES["code_tags"]:
-            check_outcomes(conversations, said, f"<interpreter>\n{observation}", outcome)
+@pytest.mark.parametrize("kind", ["code_tags", "python"])
+def test_what_calls_in_code_tags_print_and_how_they_end(kind: str) -> None:
+    """Python in its sandbox, as a recipe would have it."""
+    python = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
+    section = python if kind == "python" else section_of(OneTool, format="code_tags")
+    with EnvironmentTurns(section, TOKENIZER) as conversations:
+        for code, observation, outcome in CASES[kind]:
+            said = f"<code>\n```python\n{code}\n```\n</code>" if kind == "python" else code
+            first = completion_of(encode(said), max_new_tokens=4000)
+            answer = ask(conversations, first)
+            text = str(TOKENIZER.decode(answer.extension))
+            begin, end = "\n<interpreter>\n", f"{observation}\n</interpreter>\n"
+            assert text.startswith(begin if kind == "python" else begin + end), said
+            assert text.endswith(end), said
+            last = ending_of(ask(conversations, completion_of(encode("Answer: 4"), first, answer.extension)))
+            assert (last.outcomes, last.stop_reason, last.num_void_turns) == ((outcome,), "answered", 0), said
+            assert [name for name, _ in last.segments] == ["model", "boundary", "observation", "boundary", "model"]
         void = ending_of(ask(conversations, completion_of(encode("well"), sample=1)))
         assert (void.stop_reason, void.num_void_turns) == ("answered", 1)
-
-
-def test_python_says_what_was_printed_and_how_it_ended() -> None:
-    """In its sandbox, as a recipe would have it."""
-    section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
     assert PythonEnvironment.max_parallel(PythonOptions(num_workers=3)) == 3
-    with EnvironmentTurns(section, TOKENIZER) as conversations:
-        for code, observation, outcome in CASES["python"]:
-            check_outcomes(conversations, f"<code>\n```python\n{code}\n```\n</code>", observation, outcome)
 
 
 def test_hermes() -> None:
@@ -464,7 +457,7 @@ def test_hermes() -> None:
 
 
 def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
-    parts = Hermes(tokenizer_with(CASES["thinking"]), Upper.tools).parts(["a"])
+    parts = talk(Upper, tokenizer_with(CASES["thinking"]), format="hermes").format.parts(["a"])
     assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
     for content, message in [*CASES["refused"], (None, "has no chat template")]:
         for environment, name in ((Upper, "hermes"), (Echo, "chat")):

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rollout_cases
-from task_cases import Rows, byte_tokenizer, prompt_of
+from task_cases import byte_tokenizer
 
-from srtrl.recipe.schema import AlgorithmSection, GradingSection, RewardSection
+from srtrl.recipe.schema import GradingSection
 from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.math import MathOptions, Task
 from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.rows import RowSource
-from srtrl.trainer.credit import groups_to_learn_from
 
-GRADING = GradingSection(num_workers=1, timeout_seconds=0.6)
 OPTIONS: dict[str, dict[str, Any]] = {
     "gsm8k_test": {"problem_field": "question", "answer_pattern": "#### (.+)", "solution_field": "answer"},
     "math500": {"id_field": "id"},
@@ -60,17 +57,6 @@ def test_the_grader_agrees_with_reference_solutions(name: str, num_rows: int | N
 def plain(answer: str) -> str:
     """An answer without what makes no difference, so that rows of equal answers are not expected to differ."""
     return "".join(answer.replace(",", "").replace("\\!", "").replace("dfrac", "frac").split())
-
-
-def test_a_response_that_cannot_be_graded_is_not_better_than_an_incorrect_one() -> None:
-    """It would be, with its reward of 0, if it were learned from."""
-    rewards = [RewardSection(name="correct", options={"incorrect": -1.0})]
-    with Grader(Rows(is_correct), rewards, GRADING, 10) as grader:
-        texts = [rf"\boxed{{{answer}}}" for answer in ("5", "6", "9^{9^{9^{9}}}")]
-        grades = grader.collect([grader.submit(prompt_of("5"), text, "stop", 3) for text in texts])
-    assert [(grade.outcome, grade.reward) for grade in grades] == [("correct", 1.0), ("wrong", -1.0), ("timeout", 0.0)]
-    [kept] = groups_to_learn_from([rollout_cases.graded(grades)], AlgorithmSection())
-    assert [rollout.grade for rollout in kept.rollouts] == grades[:2]
 
 
 def test_what_is_extracted_is_what_was_graded(shared_data: Path) -> None:

@@ -246,16 +246,10 @@ def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(
 ) -> None:
     monkeypatch.setattr("srtrl.tasks.worker_pool.START_SECONDS", seconds)
     name = "hangs" if "sleep" in code else "ends"
-    program = f"""
-        import os, sys, time
-        from own_rewards import isolated
-        if "srtrl.tasks.worker" in " ".join(sys.orig_argv):
-            {code}
-        @isolated
-        def act(sample):
-            return 1.0
-    """
-    (package / f"{name}.py").write_text(textwrap.dedent(program), encoding="utf-8")
+    program = (
+        f"import os, sys, time\nif 'srtrl.tasks.worker' in str(sys.orig_argv): {code}\ndef act(sample): return 1.0\n"
+    )
+    (package / f"{name}.py").write_text(f"{program}act.isolated = True\n", encoding="utf-8")
     with Grader(Rows(eq), [RewardSection(name=f"{name}:act")], GradingSection(num_workers=1), 10) as grader:
         others = grading_processes()
         with pytest.raises(RuntimeError, match=f"imports {name} did not start: {problem}"):

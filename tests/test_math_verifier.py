@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sympy.parsing import sympy_parser
-from task_cases import byte_tokenizer, cases_in, sample_of
+from task_cases import Rows, byte_tokenizer, cases_in, prompt_of, sample_of
 
 from srtrl.recipe.schema import GradingSection
 from srtrl.tasks import arithmetic, rewards
@@ -100,6 +100,13 @@ def test_an_answer_is_never_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert is_correct("\ud800 \\boxed{5}", "5")
 
 
+def test_an_answer_without_end_costs_its_own_sample() -> None:
+    with Grader(Rows(is_correct), (), GradingSection(num_workers=1, timeout_seconds=0.6), 10) as grader:
+        texts = [rf"\boxed{{{answer}}}" for answer in ("9^{9^{9^{9}}}", "5", "6")]
+        grades = grader.collect([grader.submit(prompt_of("5"), text, "stop", 3) for text in texts])
+    assert [grade.outcome for grade in grades] == ["timeout", "correct", "wrong"]
+
+
 @pytest.mark.slow
 def test_brackets_take_quadratic_time() -> None:
     assert is_correct(f"\\boxed{{{'(' * 29}5{')' * 29}}}", "5")
@@ -119,7 +126,7 @@ def test_reading_an_answer_takes_linear_time(unit: str) -> None:
     extract_letter(crafted)
     assert rewards.format(sample_of(crafted)) in (0.0, 1.0)
     for suffix in ("", "\nAnswer: ", "\nAnswer: " + "7" * 1_000_000, " x"):
-        arithmetic.is_correct(unit * (2_000_000 // len(unit)) + suffix, "7")
+        arithmetic.is_correct(unit * (500_000 // len(unit)) + suffix, "7")
 
 
 def test_a_worker_imports_the_verifier_without_torch() -> None:

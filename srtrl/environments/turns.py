@@ -143,7 +143,14 @@ class EnvironmentTurns(Turns):
             if not (isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)):
                 message = "must return a list of messages or None, it returned"
                 raise ValueError(f"rollout.environment: {what} {message} {messages!r:.80}")
-            started = self._append(prompt, messages, max_prompt_tokens)
+            bos, text = self.tokenizer.bos_token, self.format.add_messages(prompt.text, messages)
+            has_bos = bos is not None and text.startswith(bos)  # by the chat template
+            (started,) = tokenise(self.tokenizer, [replace(prompt, text=text)], add_special_tokens=not has_bos)
+            if len(started.token_ids) > max_prompt_tokens:
+                raise ValueError(
+                    f"prompt {prompt.prompt_id!r} has {len(started.token_ids)} tokens with what the environment "
+                    f"{self.section.name} begins with; rollout.max_prompt_tokens is {max_prompt_tokens}"
+                )
             self._starts[key] = self._starts[started.prompt_id, started.text] = prompt, started
         return self._starts[key][1]
 
@@ -174,17 +181,6 @@ class EnvironmentTurns(Turns):
         """Make a sample's environment; returns it and the messages that it begins with."""
         environment = sample.environment = self.environment_class(self.options, self._shared)
         return environment, environment.start(sample.prompt) or ()
-
-    def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
-        bos, text = self.tokenizer.bos_token, self.format.add_messages(prompt.text, messages)
-        has_bos = bos is not None and text.startswith(bos)  # by the chat template
-        (started,) = tokenise(self.tokenizer, [replace(prompt, text=text)], add_special_tokens=not has_bos)
-        if len(started.token_ids) > max_prompt_tokens:
-            raise ValueError(
-                f"prompt {prompt.prompt_id!r} has {len(started.token_ids)} tokens with what the environment "
-                f"{self.section.name} begins with; rollout.max_prompt_tokens is {max_prompt_tokens}"
-            )
-        return started
 
     def use_record(self, path: Path | None) -> None:
         """Begin a step: use the answers in this file, and write new ones into it.

@@ -101,15 +101,6 @@ class MathOptions(RowOptions):
             answer = boxed
         return text, answer.strip()
 
-    def solution_of(self, prompt: Prompt) -> str:
-        """The worked solution in a problem's row; ValueError if it has none."""
-        try:
-            return text_of(prompt.metadata, self.solution_field)
-        except RowError as error:
-            raise ValueError(
-                f"{prompt.prompt_id} has no solution: {error} (see task.options.solution_field)"
-            ) from error
-
 
 class Task(RowTask[MathOptions]):
     """Prompts of the mathematics task; see the options."""
@@ -134,6 +125,15 @@ class Task(RowTask[MathOptions]):
         """The judge of all completions: math-verify, or a comparison of letters for multiple choice."""
         judge = is_correct if self._options.choices_field is None else is_chosen
         return with_thoughts(judge) if self._options.answer_in_thought else judge
+
+    def solution(self, prompt: Prompt) -> str:
+        """The worked solution in a problem's row; ValueError if it has none."""
+        try:
+            return text_of(prompt.metadata, self._options.solution_field)
+        except RowError as error:
+            raise ValueError(
+                f"{prompt.prompt_id} has no solution: {error} (see task.options.solution_field)"
+            ) from error
 
 
 def with_thoughts(verifier: Any) -> Any:

@@ -87,10 +87,6 @@ class RowOptions(Section):
         """
         raise NotImplementedError
 
-    def solution_of(self, prompt: Prompt) -> str:
-        """The worked solution in a prompt's row; ValueError if it has none."""
-        raise ValueError(f"{prompt.prompt_id} has no solution: the rows of this task hold prompts only")
-
 
 OptionsT = TypeVar("OptionsT", bound=RowOptions)
 
@@ -125,10 +121,6 @@ class RowTask(TaskBase, Generic[OptionsT]):
         if isinstance(prompt, str):
             return _fill_template(options, prompt, None)
         return _fill_template(options, prompt[-1]["content"], prompt)
-
-    def solution(self, prompt: Prompt) -> str:
-        """The worked solution of the prompt's row; ValueError if it has none."""
-        return self._options.solution_of(prompt)
 
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
