@@ -164,7 +164,7 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
     runner = LikelyTokens(host, workload.responses)
     engine.runner, engine.control = cast(Runner, runner), StatedControl(cost, fixed=None)
     engine.drafter.knows_noise = True
-    learning, recording = Timed(engine.drafter, "learn_deferred"), Timed(engine, "_record_last")
+    hidden = [Timed(engine.drafter, "learn_deferred"), Timed(engine.drafter, "foresee"), Timed(engine, "_record_last")]
     looked_up = Timed(runner, "top_tokens")
     completions, steps, num_full, metrics = [], list[list[float]](), 0, dict[str, float]()
     engine.warm_up()
@@ -180,7 +180,7 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
             seconds, stages = time.perf_counter() - started, {**dict.fromkeys(STAGES, 0.0), **engine.clock.seconds}
             by_stage = [stages[stage] for stage in COLUMNS[:-1]]
             by_stage[COLUMNS.index("observe")] -= looked_up.take()  # on a device they come with the sampled tokens
-            steps.append([*by_stage, seconds - sum(stages.values()), learning.take() + recording.take()])
+            steps.append([*by_stage, seconds - sum(stages.values()), sum(part.take() for part in hidden)])
     check_completions(completions, workload)
     device = [cost.seconds(num_rows) for num_rows in row_counts]
     return Run(np.array(steps), np.array(device), num_full, metrics)

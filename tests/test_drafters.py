@@ -29,7 +29,7 @@ from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix import SuffixOptions
 from srtrl.engine.sampling import uniform_noise
 from srtrl.recipe.file import validate_section
-from srtrl.types import TopTokens
+from srtrl.types import TopTokens, num_equal
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BY_CHANCE = 1
@@ -252,6 +252,36 @@ def test_a_drafter_that_defers_proposes_what_another_does_but_for_the_lag(lag: i
             observe(drafter, new)
         begins = [begin + len(new[slot]) for slot, begin in enumerate(begins)]
     assert num_nodes > 40
+
+
+def test_a_foreseen_tree_is_the_one_that_would_be_drafted() -> None:
+    """For samples that follow a text all the way, and for others that leave it in the first or a later step."""
+    history = np.random.default_rng(0).permutation(60).tolist()
+    drafters = [SrtDrafter(SrtOptions(other_prompts=False)) for _ in range(2)]
+    for drafter in drafters:
+        drafter.defers, drafter.knows_noise = True, False
+        start(drafter, {slot: request(rng_key=slot) for slot in range(4)})
+        observe(drafter, {3: history})
+        drafter.learn_deferred()
+    texts = [history, [*history[:1], *history[30:]], [*history[:7], *history[40:]]]
+    ends, num_taken = [0, 0, 0], 0
+    for _ in range(6):
+        proposals = [propose(drafter, [0, 1, 2]) for drafter in drafters]
+        for tree, other in zip(*proposals, strict=True):
+            assert (tree.token_ids.tolist(), tree.scores.tolist()) == (other.token_ids.tolist(), other.scores.tolist())
+        for drafter in drafters:
+            drafter.learn_deferred()
+        drafters[0].foresee(np.arange(3), DraftTrees.of(proposals[0]))
+        after = drafters[0]._foreseen.after
+        new = {}
+        for slot, text in enumerate(texts):
+            begin, tree = ends[slot], proposals[0][slot]
+            ends[slot] += 1 + num_equal(tree.token_ids, np.array(text[begin:], np.int32))
+            new[slot] = text[begin : ends[slot]]
+            num_taken += after.token_ids[slice(*after.spans[slot])].tolist() == new[slot]
+        for drafter in drafters:
+            observe(drafter, new)
+    assert num_taken > 8
 
 
 def fork_of_the_docs(chances: dict[str, float] | None = None, *, knows_noise: bool) -> dict[str, float]:

@@ -88,6 +88,9 @@ class DrafterBase:
     def learn_deferred(self) -> None:
         """The next step was launched: learn what its `propose` did not wait for. A GPU computes meanwhile."""
 
+    def foresee(self, slots: Int64Array, trees: DraftTrees) -> None:
+        """A GPU verifies these trees of the slots of the last `propose`: there is time to draft ahead for the next."""
+
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a background's."""
 

@@ -11,9 +11,10 @@ from pydantic import Field
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.foresight import NOTHING, combine, foresee, take
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
-from srtrl.drafters.texts import NO_PENDING, START_TOKEN, Pending, TextStore
+from srtrl.drafters.texts import NO_PENDING, NONE, START_TOKEN, Pending, TextStore
 from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
@@ -80,6 +81,9 @@ class Drafter(DrafterBase):
         self._trust: dict[str, Trust] = {}
         """For each purpose, what was learned about contexts and the noise."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+        self._foreseen = NOTHING
+        self._last_limits = np.zeros(0, np.int64), 0.0
+        """`max_nodes` and `min_score` of the last `propose`."""
         self._is_drafted = np.zeros(0, np.bool_)
         """[slots], whether what is observed next follows a draft, and so teaches trust."""
         self._is_begun = np.zeros(0, np.bool_)
@@ -148,7 +152,17 @@ class Drafter(DrafterBase):
         """Draft from the texts of the slots' prompts."""
         min_score, max_nodes = max(self.options.min_score, min_score), max_nodes * self._is_begun[slots]
         self._is_drafted[slots] = True
-        return draft_trees(self.store.arrays, slots, max_nodes, self._basis(), min_score, self._pending)
+        foreseen, self._foreseen = self._foreseen, NOTHING
+        taken = take(foreseen, slots, self._pending)
+        to_draft = np.where(taken == NONE, max_nodes, 0)
+        trees = draft_trees(self.store.arrays, slots, to_draft, self._basis(), min_score, self._pending)
+        self._last_limits = max_nodes, min_score
+        return combine(trees, foreseen.trees, taken, max_nodes) if len(foreseen.slots) else trees
+
+    def foresee(self, slots: Int64Array, trees: DraftTrees) -> None:
+        """Draft ahead, with the limits of the last `propose`."""
+        max_nodes, min_score = self._last_limits
+        self._foreseen = foresee(self.store.arrays, slots, trees, max_nodes, self._basis(), min_score)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from what followed the drafts, and insert the committed tokens."""

@@ -257,6 +257,8 @@ class Engine:
         self.drafter.learn_deferred()
         if not self.runner.is_asynchronous:  # else it is a part of the wait
             clock.lap("observe")
+        elif drafted:
+            self.drafter.foresee(step.slots[: step.num_primaries], trees.first(step.num_primaries))
         sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)

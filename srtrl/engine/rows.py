@@ -14,6 +14,7 @@ padded to the step's shape.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numba
@@ -85,7 +86,7 @@ class BatchArrays(NamedTuple):
     """[S, max_pages]."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, frozen=True)
 class StepSize:
     """The room that a step needs."""
 
@@ -97,17 +98,17 @@ class StepSize:
     """[B], positions that each of them has in this step, its draft nodes included."""
     page_size: int
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows without padding."""
         return int(self.rows_per_sequence.sum())
 
-    @property
+    @cached_property
     def max_keys(self) -> int:
         """Positions of the longest sequence."""
         return int(self.num_keys.max())
 
-    @property
+    @cached_property
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.max_keys // self.page_size)
