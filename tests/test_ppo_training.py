@@ -1,4 +1,4 @@
-"""PPO of a bfloat16 policy and critic from end to end: what it learns, its warm-up, and checkpoints that do not fit."""
+"""PPO of a bfloat16 policy and critic from end to end: what it learns, its warm-up, and a state that does not fit."""
 
 import shutil
 from collections.abc import Callable
@@ -64,17 +64,7 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
     assert rows[3]["learning_rate"] == pytest.approx(0.01)  # the peak: its first 3 of 4 optimizer steps were warm-up
 
 
-# --- Checkpoints that do not fit --------------------------------------------------------------------------
-
-
-def test_a_checkpoint_without_its_critic_cannot_be_resumed(
-    policy: Path, finished: Callable[..., Path], tmp_path: Path
-) -> None:
-    shutil.copytree(finished(**BFLOAT16), tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004" / "critic")
-    longer = make_recipe(policy, tmp_path, **BFLOAT16, train__num_steps=5)
-    with pytest.raises(ValueError, match=r"step_000004/critic/.* is missing"):
-        train(longer, resume=True)
+# --- A state that does not fit ----------------------------------------------------------------------------
 
 
 def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(
