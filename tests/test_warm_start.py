@@ -55,7 +55,6 @@ TUNED: dict[str, Any] = {"architecture": None, "train_tokenizer_vocab_size": Non
 """Of a warm start from a model, with its tokenizer."""
 
 
-CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 OUTPUTS = ["7" * 90, "", "\n", " 12\n\n", "<|endoftext|>", "<interpreter>\nx", "Traceback:\n  <code>", "é👩"]
 """A long one, of which the middle is left out; empty ones; special tokens and tags as text."""
 LAST = "\nAnswer: 1"
@@ -388,45 +387,29 @@ def test_a_share_of_the_problems_calls_the_calculator() -> None:
 
 
 def test_the_cold_start_of_retool_on_rows_of_its_form(tmp_path: Path) -> None:
-    policy = tiny_run.make_policy(tmp_path / "policy")
-    tokenizer = load_tokenizer(str(policy))
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(policy)
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<AI>"
     rows = [conversation(number) for number in range(8)]
     rows.append({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "no box"}]})
     rows.append(conversation(9, tag="</code>\nno output\n"))
     file = tmp_path / "retool.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    recipe = load_recipe(
-        RECIPES / "warm_start_retool.yaml",
-        [
-            f"model.path={policy}",
-            "device=cpu",
-            "model.dtype=float32",
-            f"task.options.train={{files: [{file}]}}",
-            "rollout.environment.name=calculator",  # the form of its calls is all that a warm start reads
-            "rollout.max_new_tokens=200",
-            "warm_start.num_steps=8",
-            "warm_start.batch_tokens=500",
-            "warm_start.learning_rate=0.01",
-            "warm_start.warmup_steps=0",
-            f"warm_start.output={tmp_path / 'out'}",
-        ],
-    )
-    summary = run_warm_start(recipe)
-    assert summary.losses[-1] < summary.losses[0]
-    assert json.loads((tmp_path / "out" / "warm_start.json").read_text())["num_left_out"] > 0
+    changes = [f"task.options.train={{files: [{file}]}}", "rollout.environment.name=calculator"]  # it opens no sandbox
+    recipe = load_recipe(RECIPES / "warm_start_retool.yaml", changes)
+    assert recipe.warm_start is not None
+    assert recipe.rollout.environment is not None
     task: Any = load_task(recipe, tokenizer)
     assert task.load_report["train/malformed"] == 1
     prompt = task.train_prompts[3]
-    assert (prompt.text, prompt.answer) == ("<user>*user question:*\nWhat is 3 + 3?<assistant>", "6")
-    assert recipe.rollout.environment is not None
+    assert (prompt.text, prompt.answer) == ("<user>*user question:*\nWhat is 3 + 3?<AI>", "6")
     conversations = EnvironmentTurns(recipe.rollout.environment, tokenizer)
     sequence = solution_sequence(task, conversations, prompt)
     assert tokenizer.decode(sequence.token_ids[sequence.targets]) == (
         "I run code.\n<code>\n```python\nprint(3 + 3)\n```\n</code>"
         "\nThat is it.\n<answer>\n\\boxed{6}\n</answer><|endoftext|>"
     )
+    batch, num_left_out = next(solution_batches(recipe, recipe.warm_start, task, conversations))
+    assert abs(len(batch) - 8 * num_left_out) < 8, "the one without output, in each epoch"
 
 
 def conversation(number: int, tag: str = "</code>\n<interpreter>\n{}\n</interpreter>\n\n") -> dict[str, Any]:
