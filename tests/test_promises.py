@@ -7,13 +7,14 @@ is interrupted or killed ends all.
 
 import os
 import random
+import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ from srtrl.metrics import is_temporary, read_metrics
 from srtrl.ranks import RankError
 from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import open_run_folder
+from srtrl.run.metrics import describe_step, headline, run_figures
 from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.sampling import RolloutContext
@@ -148,6 +150,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "a draft head": {"rollout__draft_head": HEAD["rollout__draft_head"], "rollout__draft_budget": 6},
     "no drafts": {"rollout__drafter": "none", "rollout__draft_head": None, "rollout__slots": 64},
+    "more evaluation and logging": {"eval__every_steps": 1, "log__trackers": ["tensorboard"], "rollout__slots": 3},
     "every run-ahead": {
         "rollout__draft_budget": 8,
         "rollout__run_ahead_max_slowdown": 1e9,
@@ -194,6 +197,7 @@ DEFAULT = {
     ("tools", "every run-ahead"),
     ("dynamic tools", "killed in the update"),
     ("uneven", "limit of partial"),
+    ("uneven", "more evaluation and logging"),
     ("dynamic", "limit of spec_rl"),
     ("partial", "three slots"),
     ("partial", "killed in the checkpoint"),
@@ -207,6 +211,7 @@ ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LIMITS, ("uneven", "dynamic")),
     **dict.fromkeys(OTHER_KILLS, ("grpo",)),
     "a draft head": tuple(RECIPES.keys() - {"head"}),
+    "more evaluation and logging": ("uneven", "dapo"),  # rewards of others draw from the global generator
     "two sharded ranks": tuple(RECIPES.keys() - {"lora", "head"}),
 }
 """Disturbances of these recipes alone."""
@@ -253,8 +258,8 @@ def test_settings_that_change_nothing(
     """Of the decoder, and of the modes at their limits."""
     changes = (SETTINGS | LIMITS)[disturbance]
     folder = train(make_recipe(policy, tmp_path, **RECIPES[recipe] | changes)).folder
-    beside = ("off_policy/",) if disturbance in LIMITS else ("draft_head/",)  # of what one of the runs does not have
-    assert_same_run(folder, undisturbed(**RECIPES[recipe]), beside=beside)
+    alone = "off_policy/" if disturbance in LIMITS else "eval/" if "evaluation" in disturbance else "draft_head/"
+    assert_same_run(folder, undisturbed(**RECIPES[recipe]), beside=(alone,))  # metrics of one of the runs
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     if disturbance == "every run-ahead":
         assert sum(row["engine/text_tokens_repeated"] for row in rows) > 0
@@ -264,6 +269,13 @@ def test_settings_that_change_nothing(
         assert sum(row["engine/preemptions"] for row in rows) > 0
     if disturbance in ("history alone", "no drafts"):
         assert {row["engine/background_rows"] for row in rows} == {0}
+    if disturbance == "no drafts":
+        assert {row["engine/tokens_per_decode_step"] for row in rows} == {1}
+        said = [describe_step(rows[-1]), *chain(*run_figures(rows).items(), *headline(rows).items())]
+        assert not [words for words in said if re.search(r"draft|per decode", words)]
+    if disturbance == "more evaluation and logging":
+        assert all("eval/accuracy" in row for row in rows)
+        assert list((folder / "tensorboard").rglob("events.out.tfevents.*"))
 
 
 @FORKED
