@@ -11,12 +11,13 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.metrics import read_metrics
 from srtrl.run.checkpoint import read_state
 from srtrl.run.metrics import step_problems
-from srtrl.run.steps import latest_checkpoint
 
-NUM_PROMPTS, NUM_STEPS = 4, 4
+NUM_PROMPTS = 4
 
 
-def test_each_batch_is_the_shortest_prefix_that_fills_it(finished: Callable[..., Path]) -> None:
+def test_a_batch_is_the_shortest_prefix_that_fills_it_and_all_of_it_feeds_drafts(
+    finished: Callable[..., Path],
+) -> None:
     plain = finished(**DAPO)
     rows = [row for row in read_metrics(plain / "metrics.jsonl") if row["step"] > 0]
     next_draw = 0
@@ -42,28 +43,19 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(finished: Callable[...,
         assert row["data/epoch"] == pytest.approx(next_draw / 10)
         assert row["grad_norm"] > 0
         next_draw += len(mixed)
-    assert len(rows) == NUM_STEPS
-    checkpoint = latest_checkpoint(plain / "checkpoints")
-    assert checkpoint is not None
+    assert len(rows) == 4
+    checkpoint = plain / "checkpoints" / "step_000004"
     assert read_state(checkpoint).num_draws == next_draw
     assert {row["groups/dropped"] for row in rows} != {0}
     assert sum(row["groups/all_right"] for row in rows) > 0
     assert sum(row["samples/overlong_dropped"] for row in rows) > 0
-
-
-def test_dropped_groups_feed_the_drafter(finished: Callable[..., Path]) -> None:
-    """They are in the rollout cache of the last checkpoint."""
-    folder = finished(**DAPO)
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    assert checkpoint is not None
     drafter = SrtDrafter()
     drafter.load(checkpoint)
-    rows = pq.read_table(folder / "rollouts" / f"step_{NUM_STEPS:06d}.parquet").to_pylist()
-    dropped = [row for row in rows if row["advantage"] is None]
+    dropped = [sample for sample in table if sample["advantage"] is None]
     assert dropped
-    for row in dropped:
-        kept = drafter.cache("train").rollouts(tuple(row["prompt_token_ids"]))
-        assert row["token_ids"] in [one.tokens.tolist() for one in kept]
+    for sample in dropped:  # they feed the drafter
+        kept = drafter.cache("train").rollouts(tuple(sample["prompt_token_ids"]))
+        assert sample["token_ids"] in [one.tokens.tolist() for one in kept]
 
 
 def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Path, tmp_path: Path) -> None:

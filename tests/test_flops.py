@@ -43,21 +43,16 @@ def test_products_are_those_that_torch_counts() -> None:
     assert model_flops(config, LENGTHS) == counted(sum(LENGTHS)) + attention, "by default every token's"
     begun = model_flops(config, LENGTHS[2:], shared=[3])  # 3 of 8 tokens are computed elsewhere
     assert begun == model_flops(config, LENGTHS[2:]) - model_flops(config, [3])
-
-
-def test_pairs_under_a_window_are_those_that_it_leaves() -> None:
-    plain = make_policy().config
-    kinds = (plain.layers[0]._replace(window=3), plain.layers[0])
-    config = replace(plain, layers=kinds, num_hidden_layers=2)
+    kinds = (config.layers[0]._replace(window=3), config.layers[0])
+    config = replace(config, num_hidden_layers=2)
     lost = sum(max(0, token + 1 - 3) for length in LENGTHS for token in range(length))
-    whole = model_flops(replace(plain, num_hidden_layers=2), LENGTHS)
-    assert model_flops(config, LENGTHS) == whole - 3 * 4 * lost * config.num_attention_heads * config.head_dim
+    outside = 3 * 4 * lost * config.num_attention_heads * config.head_dim
+    assert model_flops(replace(config, layers=kinds), LENGTHS) == model_flops(config, LENGTHS) - outside
 
 
 def test_flops_of_an_update_are_those_of_its_epochs() -> None:
-    policy = make_policy()
+    policy, recipe = make_policy(), make_recipe(train__num_epochs=3)
     sequences = make_sequences(policy)
-    recipe = make_recipe(train__num_epochs=3)
     sequences = [sequences[index] for index in sharing_order(sequences)]
     lengths, shared = [len(sequence.token_ids) for sequence in sequences], shared_tokens(sequences)
     num_targets = sum(len(sequence.targets) for sequence in sequences)

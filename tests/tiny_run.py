@@ -15,7 +15,7 @@ import torch
 from engine_cases import init_policy
 from safetensors.torch import load_file
 
-from srtrl.build import TrainingResult, run_training
+from srtrl.build import run_training
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import save_policy
@@ -26,6 +26,7 @@ from srtrl.tasks.reward_input import RewardInput
 from srtrl.warm_start.training import train_tokenizer
 
 VOCAB_SIZE = 257
+train = run_training
 PAGE_GIB = 2 * 2 * 16 * 16 * 4 / 2**30
 """Memory of a page of the policy's KV: keys and values, layers, tokens, numbers of a token, bytes."""
 PPO: dict[str, Any] = {
@@ -144,11 +145,6 @@ def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
             place = place.setdefault(section, {})
         place[last] = deepcopy(value)  # a later key may change it
     return Recipe.model_validate(values)
-
-
-def train(recipe: Recipe, **options: Any) -> TrainingResult:
-    """A run that prints next to nothing."""
-    return run_training(recipe, **options)
 
 
 @contextmanager
