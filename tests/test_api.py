@@ -236,7 +236,7 @@ def test_slow_rewards_are_named_once(
 
     def mostly_grading(*arguments: Any) -> dict[str, float]:
         metrics = time_metrics(*arguments)
-        assert metrics["time/grading"] >= 6 * 0.05
+        assert metrics["time/grading"] >= 5 * 0.05, "of six: the first may begin while the last sample is decoded"
         return metrics | {"time/grading": 2.0, "time/step": 3.0}
 
     def slow(sample: RewardInput) -> float:

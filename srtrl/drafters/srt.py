@@ -100,11 +100,11 @@ class Drafter(DrafterBase):
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Begin the samples' texts."""
         self._purpose = requests[0].purpose if requests else self._purpose
-        more = max(0, int(slots.max(initial=-1)) + 1 - len(self._is_begun))
-        keys, positions, is_known = self._noise
-        self._noise = Noise(np.pad(keys, (0, more)), np.pad(positions, (0, more)), np.pad(is_known, (0, more)))
-        self._pending = self._pending._replace(spans=np.pad(self._pending.spans, ((0, more), (0, 0))))
-        self._is_drafted, self._is_begun = np.pad(self._is_drafted, (0, more)), np.pad(self._is_begun, (0, more))
+        if (more := int(slots.max(initial=-1)) + 1 - len(self._is_begun)) > 0:
+            keys, positions, is_known = self._noise
+            self._noise = Noise(np.pad(keys, (0, more)), np.pad(positions, (0, more)), np.pad(is_known, (0, more)))
+            self._pending = self._pending._replace(spans=np.pad(self._pending.spans, ((0, more), (0, 0))))
+            self._is_drafted, self._is_begun = np.pad(self._is_drafted, (0, more)), np.pad(self._is_begun, (0, more))
         self._noise.rng_keys[slots] = [request.rng_key for request in requests]
         self._noise.positions[slots] = [request.text_start for request in requests]
         self._noise.is_known[slots] = [self.knows_noise and request.sampling.temperature > 0 for request in requests]
