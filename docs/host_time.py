@@ -14,7 +14,7 @@ The stages are milliseconds of the host per decode step in which all slots decod
 a step's results and the next launch, `hidden` what is learned and counted while a device computes. `times as fast` is
 about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the device
 alone, and with the host's time, where a step takes the serial part and the longer of the device's time and the hidden
-part. `--busy`: beside 8 threads of tools and a coroutine, as environments and judges run.
+part. `--busy`: means in place of minima, beside 8 threads of tools and a coroutine, as environments and judges run.
 """
 
 import argparse
@@ -213,21 +213,21 @@ def main() -> None:
         candidates = {name: partial(decode, policy, num_slots, name, workload) for name in names}
         with freeze_gc(), other_threads(options.busy):
             runs = alternate(candidates, options.repeats)
-        rows += rows_of(runs, num_slots)
+        rows += rows_of(runs, num_slots, is_busy=options.busy)
     source = f"{options.trace.name}, samples truncated to {options.max_tokens} tokens" if options.trace else "generated"
     about = (__doc__ or "").partition("[--busy]")[2]
     title = f"Host work per decode step: {source}, 1 thread"
     publish(title, rows, about, torch.device("cpu"), as_json=options.json)
 
 
-def rows_of(runs: dict[str, list[Run]], num_slots: int) -> list[dict[str, Any]]:
-    """A row for each drafter: minima of its runs, and rollouts in relation to those of the first drafter."""
+def rows_of(runs: dict[str, list[Run]], num_slots: int, *, is_busy: bool) -> list[dict[str, Any]]:
+    """A row for each drafter: minima (or means) of its runs, and rollouts in relation to those of the first drafter."""
     rows: list[dict[str, Any]] = []
     whole: dict[str, npt.NDArray[np.float64]] = {}
     for name, of_name in runs.items():
         first = of_name[0]
         assert all(np.array_equal(run.device, first.device) for run in of_name), "runs did not do the same work"
-        seconds = np.min([run.seconds for run in of_name], axis=0)
+        seconds = (np.mean if is_busy else np.min)([run.seconds for run in of_name], axis=0)
         serial, hidden = seconds[:, :-1].sum(1), seconds[:, -1]
         full = slice(first.num_full)
         with_host = serial + np.maximum(first.device, hidden)
