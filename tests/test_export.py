@@ -43,7 +43,7 @@ def test_an_export_is_a_model_with_tokenizer_and_card(
     _, front, card = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     assert read_yaml(front, "card")[0]["library_name"] == "transformers"
     assert f"after {step} of 2 steps of reinforcement learning on the task `arithmetic`" in card
-    steps = re.findall(r"^\| (\d+) \| [\d.]+%( \(95%: .*\))? \|$", card, re.MULTILINE)
+    steps = re.findall(r"^- step (\d+): [\d.]+%( \(95%: .*\))?$", card, re.MULTILINE)
     assert [number for number, _ in steps] == (["0", "2"] if step == 2 else ["0"])
     options = card.split("```yaml\n")[1].split("```")[0]
     whole = load_recipe(run / "recipe.yaml").model_dump() | {"output_dir": "runs", "log": LogSection().model_dump()}

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
-MAX_ROWS = 12
-"""Evaluations in the table of a model card: the first, the last, and evenly spaced ones between."""
+CARD = Path(__file__).with_name("model_card.md")
+"""The text of a model card, with names in place of what differs."""
 
 
 def command(
@@ -67,42 +68,36 @@ def model_card(run: "Run", step: int, library: str, tokenizer: Any) -> str:
 
     recipe = run.recipe
     rows = [held_out_figures(row) for row in run.rows if "eval/reward" in row and row["step"] <= step]
-    figures = "No problems were held out, or none were evaluated.\n"
+    figures = "No problems were held out, or none were evaluated."
     if rows:
-        shown = sorted({round(index * (len(rows) - 1) / (MAX_ROWS - 1)) for index in range(MAX_ROWS)})
-        table = [f"| {rows[index]['step']:.0f} | {with_interval(rows[index])} |" for index in shown]
-        heading = [f"| step | held-out {main_figure(rows[-1])} |", "| --: | --- |"]
-        figures = "\n".join([*heading, *table]) + "\n\nStep 0 is the policy before training.\n"
-    options = dump_yaml(recipe.model_dump(exclude_defaults=True, exclude={"output_dir", "log"}))
-    return (
-        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [reinforcement-learning]\n---\n\n"
-        f"# {recipe.name}\n\n`{recipe.model.path}` after {step} of {recipe.train.num_steps} steps of reinforcement "
-        f"learning on the task `{recipe.task.name}` (advantage `{recipe.algorithm.advantage}`, loss "
-        f"`{recipe.algorithm.loss}`), trained with srtrl {__version__}.\n\n```python\n"
-        f"{_snippet(run, library, tokenizer)}```\n\n## Held-out problems\n\n{figures}\n"
-        f"## Recipe\n\nWithout options that have their defaults:\n\n```yaml\n{options}```\n"
+        lines = [f"- step {row['step']:.0f}: {with_interval(row)}" for row in (rows[0], *rows[1:][-1:])]
+        figures = "\n".join([f"Held-out {main_figure(rows[-1])} (step 0 is before training):\n", *lines])
+    prompt, token_ids = _shortest_prompt(run) or ("Hello", tokenizer("Hello")["input_ids"])
+    return Template(CARD.read_text(encoding="utf-8")).substitute(
+        library=library,
+        model_class="AutoPeftModelForCausalLM" if library == "peft" else "AutoModelForCausalLM",
+        name=recipe.name,
+        policy=recipe.model.path,
+        step=step,
+        num_steps=recipe.train.num_steps,
+        task=recipe.task.name,
+        advantage=recipe.algorithm.advantage,
+        loss=recipe.algorithm.loss,
+        version=__version__,
+        prompt=repr(prompt),
+        special_tokens=tokenizer(prompt)["input_ids"] == token_ids,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        figures=figures,
+        options=dump_yaml(recipe.model_dump(exclude_defaults=True, exclude={"output_dir", "log"})),
     )
 
 
-def _snippet(run: "Run", library: str, tokenizer: Any) -> str:
-    """Python that loads the model and continues a prompt that it was trained on, tokenised as in training."""
+def _shortest_prompt(run: "Run") -> tuple[str, list[int]] | None:
+    """A prompt of the newest rollouts with its tokens; None where they were deleted, or are damaged."""
     from srtrl.report.runs import read_rollouts
 
     try:
         rows = read_rollouts(list(run.rollout_files.values())[-1], ["prompt", "prompt_token_ids"]).to_pylist()
-        prompt, token_ids = min(((row["prompt"], row["prompt_token_ids"]) for row in rows), key=lambda row: len(row[0]))
-    except (IndexError, ValueError):  # they were deleted, or are damaged
-        prompt, token_ids = "Hello", tokenizer("Hello")["input_ids"]
-    flag = "" if tokenizer(prompt)["input_ids"] == token_ids else "add_special_tokens=False, "
-    model_class, imports = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    if library == "peft":
-        model_class = "AutoPeftModelForCausalLM"
-        imports = f"from peft import {model_class}\nfrom transformers import AutoTokenizer"
-    return (
-        f'{imports}\n\nname = "USER/MODEL"  # or the folder of this file\n'
-        f"model, tokenizer = {model_class}.from_pretrained(name), AutoTokenizer.from_pretrained(name)\n"
-        f"prompt = {prompt!r}  # as in training\n"
-        f'inputs = tokenizer(prompt, {flag}return_tensors="pt")\n'
-        f"options = dict(do_sample=True, top_k=0, max_new_tokens={run.recipe.rollout.max_new_tokens})\n"
-        "print(tokenizer.decode(model.generate(**inputs, **options)[0]))\n"
-    )
+        return min(((row["prompt"], row["prompt_token_ids"]) for row in rows), key=lambda row: len(row[0]))
+    except (IndexError, ValueError):
+        return None
