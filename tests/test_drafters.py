@@ -254,6 +254,21 @@ def test_a_drafter_that_defers_proposes_what_another_does_but_for_the_lag(lag: i
     assert num_nodes > 40
 
 
+def test_nothing_that_was_put_off_is_lost(tmp_path: Path) -> None:
+    """What is learned between two rollouts, and at the end of one, is in checkpoints, counts and the next step."""
+    drafters = [SrtDrafter(SrtOptions(other_prompts=False)) for _ in range(4)]
+    for drafter in drafters:
+        drafter.defers = True
+        drafter.learn([completion(request(rng_key=1), TEXT)])
+    at_end, counted, saved, loaded = drafters
+    at_end.end_step()
+    assert counted.take_metrics()["engine/cache_tokens"] == len(TEXT)
+    saved.save(tmp_path)
+    loaded.load(tmp_path)
+    for drafter in (at_end, counted, saved, loaded):
+        assert drafter.cache("train").num_tokens == len(TEXT)
+
+
 def test_a_foreseen_tree_is_the_one_that_would_be_drafted() -> None:
     """For samples that follow a text all the way, and for others that leave it in the first or a later step."""
     history = np.random.default_rng(0).permutation(60).tolist()

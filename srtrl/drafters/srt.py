@@ -286,6 +286,7 @@ class Drafter(DrafterBase):
 
     def end_step(self) -> None:
         """Forget all texts: they are inserted again, from the newest rollouts. No sample is live."""
+        self.learn_deferred()
         self.store.clear()
         self._prompts, self._known, self._kept_bytes = {}, {}, 0
         self._texts = [self._texts[1], {}]
@@ -293,6 +294,7 @@ class Drafter(DrafterBase):
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
+        self.learn_deferred()
         caches = self.caches.values()
         metrics: dict[str, float] = {
             f"engine/cache_{name}": sum(getattr(cache, f"num_{name}") for cache in caches)
@@ -304,12 +306,14 @@ class Drafter(DrafterBase):
 
     def save(self, folder: Path) -> None:
         """Write the completed rollouts: a file for each purpose; and what was learned."""
+        self.learn_deferred()
         save_trust(folder / TRUST_FILE, self._trust)
         for purpose, cache in self.caches.items():
             cache.save(folder / f"rollouts_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read the completed rollouts, and what was learned; raises ValueError naming a file of another format."""
+        self.learn_deferred()
         assert not self._live, "no sample may be live"
         self.store.clear()
         self._prompts, self.caches, self._ngrams = {}, {}, {}
