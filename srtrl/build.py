@@ -50,6 +50,7 @@ from srtrl.run.place import StartFlags
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
+from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
@@ -169,10 +170,12 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             turns=turns,
             share=choose_share(),
         )
+        credit = CreditAssigner(recipe)
         return Parts(
             context=context,
             task=task,
-            sampler=build_sampler(context, task),
+            sampler=build_sampler(context, task, credit),
+            credit=credit,
             columns=columns,
             learners=learners,
             saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
@@ -340,10 +343,10 @@ def build_columns(
     return columns
 
 
-def build_sampler(context: RolloutContext, task: TaskBase) -> Sampler:
+def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
     """What takes the groups of a step, by `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
-    return samplers[context.recipe.rollout.mode](context, task)
+    return samplers[context.recipe.rollout.mode](context, task, credit)
 
 
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:

@@ -139,10 +139,15 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({declared})") from error
 
 
+def declared_names(function: Callable[..., Any], num_positional: int) -> set[str]:
+    """The arguments that a function declares beside `num_positional` others."""
+    parameters = enumerate(inspect.signature(function).parameters.values())
+    return {item.name for number, item in parameters if number >= num_positional or item.kind is item.KEYWORD_ONLY}
+
+
 def declared(function: Callable[..., Any], num_positional: int, offered: Mapping[str, T]) -> dict[str, T]:
     """Those of the `offered` arguments that a function declares by name, beside `num_positional` others."""
-    parameters = enumerate(inspect.signature(function).parameters.values())
-    names = {item.name for number, item in parameters if number >= num_positional or item.kind is item.KEYWORD_ONLY}
+    names = declared_names(function, num_positional)
     return {name: value for name, value in offered.items() if name in names}
 
 

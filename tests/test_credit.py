@@ -15,7 +15,7 @@ from torch import Tensor
 from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
-from srtrl.trainer.credit import Credit, assign_credit, filter_groups, groups_to_learn_from, train_sequences
+from srtrl.trainer.credit import Credit, CreditAssigner, train_sequences
 from srtrl.types import GradeOutcome, Rollout, RolloutGroup, TrainSequence
 
 KL = 0.1
@@ -50,7 +50,7 @@ def credit_of(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]
     """Of the groups' sequences; options are of `algorithm`."""
     critic: dict[str, Any] = {"critic": {}} if options.get("advantage") == "gae" else {}
     recipe = make_recipe(algorithm={"clip_high": 0.3, "kl": {}} | options, **critic)
-    return assign_credit(groups, sequences or train_sequences(groups), recipe)
+    return CreditAssigner(recipe).assign_credit(groups, sequences or train_sequences(groups))
 
 
 def tokens_of(credit: Credit) -> list[list[float]]:
@@ -167,7 +167,8 @@ def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
         ([], [0, 1, 2]),
     ]
     for filters, kept in table:
-        assert [one.draw_index for one in filter_groups(groups, filters, {"limit": 0.9})] == kept, filters
+        left = groups_kept(groups, filters=filters, filter_options={"limit": 0.9})
+        assert [one.draw_index for one in left] == kept, filters
 
 
 # ---- samples that could not be graded ----
@@ -187,14 +188,14 @@ def with_failures(groups: Sequence[RolloutGroup], failed: Sequence[Sequence[int]
     return longer
 
 
-def kept(groups: list[RolloutGroup], **options: Any) -> list[RolloutGroup]:
-    return groups_to_learn_from(groups, make_recipe(algorithm=options).algorithm)
+def groups_kept(groups: list[RolloutGroup], **options: Any) -> list[RolloutGroup]:
+    return CreditAssigner(make_recipe(algorithm=options)).groups_to_learn_from(groups)
 
 
 def test_a_sample_that_could_not_be_graded_is_left_out_and_all_others_are_kept() -> None:
     groups = random_groups(5)
     for failed in ([(0, 2)] * 4, [(1,)] * 4, [(3,), (), (0, 1, 2), (2, 2)]):
-        for found, expected in zip(kept(with_failures(groups, failed)), groups, strict=True):
+        for found, expected in zip(groups_kept(with_failures(groups, failed)), groups, strict=True):
             assert [id(one.response) for one in found.rollouts] == [id(one.response) for one in expected.rollouts]
 
 
@@ -210,20 +211,22 @@ def test_groups_of_several_sizes_are_compared_each_within_itself() -> None:
         [(2,), (), (0, 1), (1, 2)],
     )
 
-    two = kept(groups, advantage="group_centered")
+    two = groups_kept(groups, advantage="group_centered")
     assert [(one.draw_index, len(one.rollouts)) for one in two] == [(0, 2), (1, 3)]  # of the others one is left
     credit = credit_of(two, advantage="group_centered")
     assert credit.advantages == pytest.approx({(0, 0): 1, (0, 1): -1, (1, 0): 4 / 3, (1, 1): -2 / 3, (1, 2): -2 / 3})
     assert [(one.draw_index, one.returns) for one in credit.sequences] == [(0, None)] * 2 + [(1, None)] * 3
     assert tokens_of(credit)[1:4:2] == [pytest.approx([-1.0] * 2), pytest.approx([-2 / 3] * 2)]
     for advantage in ("reinforce_plus_plus", "test_credit:looks_around"):  # single samples are learned from
-        assert [len(one.rollouts) for one in kept(groups, advantage=advantage)] == [2, 3, 1, 1]
+        assert [len(one.rollouts) for one in groups_kept(groups, advantage=advantage)] == [2, 3, 1, 1]
     for name, draws in (("drop_all_right_or_wrong", [0, 1]), ("test_credit:at_least", [0]), ("drop_uniform", [0, 1])):
-        assert [one.draw_index for one in kept(groups, filters=[name], filter_options={"limit": -0.1})] == draws, name
-    assert kept(groups[3:]) == []
+        assert [
+            one.draw_index for one in groups_kept(groups, filters=[name], filter_options={"limit": -0.1})
+        ] == draws, name
+    assert groups_kept(groups[3:]) == []
     failed = with_failures([group(1, [1.0])], [(0,)])[0]
     single = [group(0, [1.0]), replace(failed, rollouts=failed.rollouts[:1]), group(2, [0.5])]
-    assert [one.draw_index for one in kept(single)] == [0, 2], "of one sample from the beginning"
+    assert [one.draw_index for one in groups_kept(single)] == [0, 2], "of one sample from the beginning"
 
 
 # ---- functions of a user ----
@@ -257,10 +260,11 @@ def test_an_advantage_gets_padded_rows_what_it_declares_and_its_options() -> Non
         grades = [replace(rollout.grade, parts={"f": rollout.grade.reward / 2}) for rollout in one.rollouts]
         one.rollouts[:] = [replace(rollout, grade=grade) for rollout, grade in zip(one.rollouts, grades, strict=True)]
     recipe = make_recipe(algorithm={"advantage": "test_credit:looks_around", "gamma": 0.5, "lam": 0.25})
-    assert tokens_of(assign_credit(groups, train_sequences(groups), recipe, step=12)) == [[1] * 3, [1], [1], [1] * 2]
+    credit = CreditAssigner(recipe).assign_credit(groups, train_sequences(groups), step=12)
+    assert tokens_of(credit) == [[1] * 3, [1], [1], [1] * 2]
     options = {"advantage": "test_credit:asks_by_name", "advantage_options": {"bonus": 0.5}}
     recipe = make_recipe(algorithm=options, rewards=[{"name": "a:f", "weight": 2.0}])
-    credit = assign_credit(groups, train_sequences(groups), recipe)
+    credit = CreditAssigner(recipe).assign_credit(groups, train_sequences(groups))
     assert list(credit.advantages.values()) == [1.5, 2.5, 3.5, 4.5]
     by_row, by_name = SEEN
     mask = [[True] * 3, [True, False, False], [True, False, False], [True, True, False]]
@@ -296,4 +300,4 @@ def test_what_is_incorrect_in_a_step_is_a_users_error(options: dict[str, Any]) -
     (option,) = options
     groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
     with pytest.raises(ValueError, match=rf"^algorithm\.{option}: .*test_credit:"):
-        credit_of(filter_groups(groups, options.get("filters", [])), **options)
+        credit_of(groups_kept(groups, **options), **options)

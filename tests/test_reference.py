@@ -32,7 +32,7 @@ from srtrl.model.weights import load_model, named_tensors, save_model
 from srtrl.recipe.file import load_recipe
 from srtrl.report.runs import read_rollouts, read_run
 from srtrl.tasks.base import load_task
-from srtrl.trainer.credit import assign_credit, train_sequences
+from srtrl.trainer.credit import CreditAssigner, train_sequences
 from srtrl.trainer.sampling import DataOrder
 from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
 
@@ -279,7 +279,7 @@ def product_gradient(policy: Transformer, groups: list[Any], **changes: Any) -> 
             for index, (sample, reward) in enumerate(zip(group.samples, group.rewards, strict=True))
         ]
         rollout_groups.append(RolloutGroup(prompt=prompt, draw_index=draw, rollouts=rollouts))
-    credit = assign_credit(rollout_groups, train_sequences(rollout_groups), recipe)
+    credit = CreditAssigner(recipe).assign_credit(rollout_groups, train_sequences(rollout_groups))
     optimizer = RecordingSGD(policy)
     metrics = update(policy, optimizer, credit.sequences, recipe)
     computed = [sequence for sequence in credit.sequences if sequence.advantages.any()]

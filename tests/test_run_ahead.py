@@ -31,6 +31,7 @@ from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.turns import Turns
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.sampling import RolloutContext, Sampler
 from srtrl.types import Request
 
@@ -184,7 +185,8 @@ def test_draws_of_the_next_step_run_ahead_and_none_after_the_last(tmp_path: Path
     collector: Any = SimpleNamespace(requests=lambda draws: [draw for draw, _ in draws])
     recipe = make_recipe(Path(), tmp_path, train__num_steps=2)
     context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(0,), started=lambda prompt: prompt)
-    sampler = Sampler(context, cast(Any, SimpleNamespace(train_prompts=PROMPTS)))
+    task: Any = SimpleNamespace(train_prompts=PROMPTS)
+    sampler = Sampler(context, task, CreditAssigner(recipe))
     sampler.announce(1, range(4), collector)
     sampler.announce(1, range(4, 6), collector)  # as dynamic sampling does
     engine.background.clear()

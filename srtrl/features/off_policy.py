@@ -33,7 +33,7 @@ from srtrl.metrics import write_atomic
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.tasks.base import TaskBase
-from srtrl.trainer.credit import groups_to_learn_from
+from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.passes import UpdateContext, fill
 from srtrl.trainer.sampling import Collected, RolloutContext, Sampler
@@ -65,9 +65,9 @@ ACCEPTANCE = 0x5D2C_A8B1_93E6_470F
 class OffPolicySampler(Sampler):
     """Takes a step's groups in rounds, from samples of earlier steps too. A subclass says what a round is."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase) -> None:
+    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
         """See `Sampler`."""
-        super().__init__(context, task)
+        super().__init__(context, task, credit)
         self.earlier: dict[SampleKey, Response] = {}
         """Samples that later steps go on from, or begin with, by the key of the mode."""
 
@@ -101,7 +101,7 @@ class OffPolicySampler(Sampler):
             self.num_draws = new.stop
             found = self.round(self.draws([*going_on, *new]), collector, step)
             groups = groups + found
-            kept = kept + groups_to_learn_from(found, recipe.algorithm)
+            kept = kept + self.credit.groups_to_learn_from(found)
             if not recipe.rollout.dynamic_sampling or len(kept) >= self.num_wanted or new.stop == end:
                 break
             collector = replace(collector)

@@ -6,10 +6,9 @@ the right), R response tokens in total. Everything is float64 until it is stored
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from srtrl.algorithms.advantages import is_token_level, needs_values, whiten
-from srtrl.recipe.schema import AlgorithmSection, Recipe
-from srtrl.resolve import declared, describe_value, resolve_part
+from srtrl.recipe.schema import Recipe
+from srtrl.resolve import declared, declared_names, describe_value, resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 PER_TOKEN = (None, "one number per token, a tensor of shape {shape}")
@@ -43,44 +42,183 @@ class Credit:
     metrics: dict[str, float]
 
 
-def groups_to_learn_from(groups: Sequence[RolloutGroup], algorithm: AlgorithmSection) -> list[RolloutGroup]:
-    """The groups that the filters keep, without the samples that could not be graded.
+class CreditAssigner:
+    """Chooses the samples that a step learns from, and gives each of their tokens an advantage."""
 
-    Such a sample has no reward, so nothing is learned from it, and it counts in no mean and no deviation. A
-    sequence-level advantage compares samples: a group of several in which fewer than two are left is dropped.
+    def __init__(self, recipe: Recipe) -> None:
+        """Look up, once, what the recipe's `algorithm` names.
 
-    Raises:
-        ValueError: as `filter_groups`.
-    """
-    min_samples = 1 if is_token_level(resolve_part("algorithm.advantage", algorithm.advantage)) else 2
-    enough = [group for group in groups if len(group.graded) >= min(min_samples, len(group.rollouts))]
-    graded = [replace(group, rollouts=group.graded) for group in enough]
-    return filter_groups(graded, algorithm.filters, algorithm.filter_options)
+        Raises:
+            ValueError: an advantage, filter or estimator is unknown.
+        """
+        algorithm, kl = recipe.algorithm, recipe.algorithm.kl
+        self._algorithm = algorithm
+        self._advantage = resolve_part("algorithm.advantage", algorithm.advantage)
+        self._is_token_level = is_token_level(self._advantage)
+        self._declared = declared_names(self._advantage, 3 if self._is_token_level else 1)
+        self._filters = [(name, resolve_part("algorithm.filters", name)) for name in algorithm.filters]
+        self._penalty = kl.coefficient if kl.placement == "reward" else 0.0
+        self._estimate_kl = resolve_part("algorithm.kl.estimator", kl.estimator)
+        self._reward_weights = {reward.name.rpartition(":")[2]: reward.weight for reward in recipe.rewards}
 
+    def groups_to_learn_from(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups that the filters keep, without the samples that could not be graded.
 
-def filter_groups(
-    groups: Sequence[RolloutGroup], filters: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})
-) -> list[RolloutGroup]:
-    """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees the kept ones.
+        Such a sample has no reward, so nothing is learned from it, and it counts in no mean and no deviation. A
+        sequence-level advantage compares samples: a group of several in which fewer than two are left is dropped.
 
-    Each filter gets those of `options` that it declares. It is called for the groups of each size apart.
+        Raises:
+            ValueError: a filter returns something else than a bool for each group.
+        """
+        min_samples = 1 if self._is_token_level else 2
+        enough = [group for group in groups if len(group.graded) >= min(min_samples, len(group.rollouts))]
+        return self._filter([replace(group, rollouts=group.graded) for group in enough])
 
-    Raises:
-        ValueError: a filter is unknown, or returns something else than a bool for each group.
-    """
-    kept = list(groups)
-    for name in filters:
-        function = resolve_part("algorithm.filters", name)
-        chosen: list[int] = []
-        for indices in _by_size(kept):
-            grades = [[rollout.grade for rollout in kept[index].rollouts] for index in indices]  # [G, S]
-            rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
-            correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
-            mask = function(rewards, correct, **declared(function, 2, options))  # [G]
-            check_returned("algorithm.filters", name, mask, rewards)
-            chosen += compress(indices, mask.tolist())
-        kept = [kept[index] for index in sorted(chosen)]
-    return kept
+    def _filter(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups that every filter keeps, in their order; a later filter sees the kept ones.
+
+        Each filter gets those of `algorithm.filter_options` that it declares, and the groups of each size apart.
+        """
+        for name, function in self._filters:
+            chosen: list[int] = []
+            for indices in _by_size(groups):
+                grades = [[rollout.grade for rollout in groups[index].rollouts] for index in indices]  # [G, S]
+                rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
+                correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
+                mask = function(rewards, correct, **declared(function, 2, self._algorithm.filter_options))  # [G]
+                check_returned("algorithm.filters", name, mask, rewards)
+                chosen += compress(indices, mask.tolist())
+            groups = [groups[index] for index in sorted(chosen)]
+        return groups
+
+    def assign_credit(
+        self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], *, step: int = 1
+    ) -> Credit:
+        """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
+
+        A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
+        token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the values. Where there are values,
+        `returns` = advantages + values, for their model to learn from; whitening comes after that. Overlong filtering
+        comes last: a truncated sample counts in its group's baseline and in the whitening, and is then left out.
+
+        Args:
+            groups: The groups to learn from, at least one; all samples are graded.
+            sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept,
+                `values` where a model gives them, and `old_logprobs` where the trainer has computed them.
+            step: The training step.
+
+        Returns:
+            The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has
+            an advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged
+            and saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe sets it.
+
+        Raises:
+            ValueError: the advantage function returns no tensor, an incorrect shape, or a number that is not finite.
+        """
+        algorithm = self._algorithm
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        assert len(rollouts) == len(sequences), "one sequence for each rollout"
+        lengths = [len(sequence.rollout_logprobs) for sequence in sequences]
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, L], true at each response token
+        rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders' on each response's last token
+        for row, length, rollout in zip(rewards, lengths, rollouts, strict=True):
+            row[length - 1] = rollout.grade.reward
+        metrics: dict[str, float] = {}
+        if self._penalty > 0:
+            penalty = self._penalty * _padded(self._kl_estimates(sequences), mask)  # [B, L]
+            metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
+            rewards = rewards - penalty
+        has_values = sequences[0].values is not None
+        values = _padded(_joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
+        advantages = self._advantages(rewards, values, mask, groups, step)  # [B, L]
+        returns = None if values is None else advantages + values  # [B, L]
+        if algorithm.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        rows = [row[:length].numpy() for row, length in zip(advantages, lengths, strict=True)]  # float64
+        draws_with_signal = {rollout.draw_index for rollout, row in zip(rollouts, rows, strict=True) if row.any()}
+        metrics["groups/zero_advantage_share"] = 1 - len(draws_with_signal) / len(groups)
+        kept = list(range(len(rollouts)))
+        if algorithm.overlong_filtering:
+            kept = [index for index in kept if rollouts[index].response.finish_reason != "length"]
+            metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
+        return Credit(
+            sequences=[
+                replace(
+                    sequences[index],
+                    advantages=rows[index].astype(np.float32),
+                    returns=None if returns is None else returns[index, : lengths[index]].float().numpy(),
+                )
+                for index in kept
+            ],
+            advantages={
+                (rollouts[index].draw_index, rollouts[index].sample_index): _mean(rows[index]) for index in kept
+            },
+            metrics=metrics,
+        )
+
+    def _kl_estimates(self, sequences: Sequence[TrainSequence]) -> Tensor:
+        """Estimate of KL(policy || reference) at each response token, [R] float64.
+
+        Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its
+        reward of a sample has the sum). The policy's log-probs are those that the ratio takes: the decoder's, or with
+        `algorithm.old_logprobs: recompute` the trainer's, which the reference's resemble in their rounding.
+        """
+        logprobs = _joined(
+            [
+                sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+                for sequence in sequences
+            ]
+        )
+        estimates: Tensor = self._estimate_kl(logprobs, _joined([sequence.ref_logprobs for sequence in sequences]))
+        return estimates.double()
+
+    def _advantages(
+        self, rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Sequence[RolloutGroup], step: int
+    ) -> Tensor:
+        """The advantage of every token, before whitening, from token rewards [B, L]: [B, L]."""
+        algorithm, name, function = self._algorithm, self._algorithm.advantage, self._advantage
+        sizes, lengths = [len(group.rollouts) for group in groups], mask.sum(dim=1)
+        if self._is_token_level:
+            assert values is not None or not needs_values(function), f"{name} needs values"
+            advantages = function(
+                rewards,
+                torch.zeros_like(rewards) if values is None else values,
+                mask,
+                group_index=torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)),  # [B]
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                **self._offered(groups, lengths, step),
+                **algorithm.advantage_options,
+            )
+            check_returned("algorithm.advantage", name, advantages, rewards)
+        else:
+            sums = rewards.sum(dim=1)  # [B]
+            rows_of = torch.split(torch.arange(len(sums)), sizes)  # of each group
+            advantages = torch.zeros_like(sums)[:, None]  # [B, 1]
+            for indices in _by_size(groups):
+                rows = torch.stack([rows_of[index] for index in indices])  # [G, S]
+                offered = self._offered([groups[index] for index in indices], lengths[rows], step)
+                given = function(sums[rows], **offered, **algorithm.advantage_options)
+                check_returned("algorithm.advantage", name, given, rows)
+                advantages[rows, 0] = given.double()
+        on_tokens = torch.where(mask, advantages.double(), 0.0)  # [B, L]
+        if not bool(on_tokens.isfinite().all()):
+            raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
+        return on_tokens
+
+    def _offered(self, groups: Sequence[RolloutGroup], lengths: Tensor, step: int) -> dict[str, Any]:
+        """What the advantage declares of what there is (docs/extending.md); tensors have the shape of `lengths`."""
+        grades = [rollout.grade for group in groups for rollout in group.rollouts]
+        terms = {name: torch.tensor([grade.parts[name] for grade in grades]).double() for name in grades[0].parts}
+        offered = {
+            "reward_terms": {name: values.reshape(lengths.shape) for name, values in terms.items()},
+            "reward_weights": self._reward_weights,
+            "lengths": lengths,
+            "correct": torch.tensor([grade.outcome == "correct" for grade in grades]).reshape(lengths.shape),
+            "prompt_ids": [group.prompt.prompt_id for group in groups],
+            "step": step,
+        }
+        return {name: value for name, value in offered.items() if name in self._declared}
 
 
 def _by_size(groups: Sequence[RolloutGroup]) -> list[list[int]]:
@@ -120,71 +258,6 @@ def _train_sequence(rollout: Rollout) -> TrainSequence:
     )
 
 
-def assign_credit(
-    groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe, *, step: int = 1
-) -> Credit:
-    """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
-
-    A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
-    token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the values. Where there are
-    values, `returns` = advantages + values, for their model to learn from; whitening comes after that. Overlong
-    filtering comes last: a truncated sample counts in its group's baseline and in the whitening, and is then left out.
-
-    Args:
-        groups: The groups to learn from, at least one; all samples are graded.
-        sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
-            `values` where a model gives them, `old_logprobs` where the trainer has computed them.
-        recipe: Its `algorithm` section names the advantage and the KL.
-        step: The training step.
-
-    Returns:
-        The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has an
-        advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
-        saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe sets it.
-
-    Raises:
-        ValueError: the advantage function returns no tensor, an incorrect shape, or a number that is not finite.
-    """
-    algorithm, kl = recipe.algorithm, recipe.algorithm.kl
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert len(rollouts) == len(sequences), "one sequence for each rollout"
-    lengths = [len(sequence.rollout_logprobs) for sequence in sequences]
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, L], true at each response token
-    rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders' on each response's last token
-    for row, length, rollout in zip(rewards, lengths, rollouts, strict=True):
-        row[length - 1] = rollout.grade.reward
-    metrics: dict[str, float] = {}
-    if kl.coefficient > 0 and kl.placement == "reward":
-        penalty = kl.coefficient * _padded(_kl_estimates(sequences, kl.estimator), mask)  # [B, L]
-        metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
-        rewards = rewards - penalty
-    has_values = sequences[0].values is not None
-    values = _padded(_joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
-    advantages = _advantages(rewards, values, mask, groups, recipe, step)  # [B, L]
-    returns = None if values is None else advantages + values  # [B, L]
-    if algorithm.whiten_advantages:
-        advantages = whiten(advantages, mask)
-    rows = [row[:length].numpy() for row, length in zip(advantages, lengths, strict=True)]  # float64
-    draws_with_signal = {rollout.draw_index for rollout, row in zip(rollouts, rows, strict=True) if row.any()}
-    metrics["groups/zero_advantage_share"] = 1 - len(draws_with_signal) / len(groups)
-    kept = list(range(len(rollouts)))
-    if algorithm.overlong_filtering:
-        kept = [index for index in kept if rollouts[index].response.finish_reason != "length"]
-        metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
-    return Credit(
-        sequences=[
-            replace(
-                sequences[index],
-                advantages=rows[index].astype(np.float32),
-                returns=None if returns is None else returns[index, : lengths[index]].float().numpy(),
-            )
-            for index in kept
-        ],
-        advantages={(rollouts[index].draw_index, rollouts[index].sample_index): _mean(rows[index]) for index in kept},
-        metrics=metrics,
-    )
-
-
 def _joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
     """The numbers of the response tokens of all sequences, [R] float64."""
     present = [array for array in arrays if array is not None]
@@ -195,75 +268,6 @@ def _joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
 def _padded(numbers: Tensor, mask: Tensor) -> Tensor:
     """[R] -> [B, L] float64, zero where the mask is false."""
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, numbers)
-
-
-def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
-    """Estimate of KL(policy || reference) at each response token, [R] float64.
-
-    Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its reward
-    of a sample has the sum). The policy's log-probs are those that the ratio takes: the decoder's, or with
-    `algorithm.old_logprobs: recompute` the trainer's, which the reference's resemble in their rounding.
-    """
-    logprobs = _joined(
-        [
-            sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
-            for sequence in sequences
-        ]
-    )
-    estimates: Tensor = resolve_part("algorithm.kl.estimator", name)(
-        logprobs, _joined([sequence.ref_logprobs for sequence in sequences])
-    )
-    return estimates.double()
-
-
-def _advantages(
-    rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Sequence[RolloutGroup], recipe: Recipe, step: int
-) -> Tensor:
-    """The advantage of every token by `algorithm.advantage`, from token rewards [B, L]: [B, L], before whitening."""
-    algorithm, name = recipe.algorithm, recipe.algorithm.advantage
-    function = resolve_part("algorithm.advantage", name)
-    sizes, lengths = [len(group.rollouts) for group in groups], mask.sum(dim=1)
-    if is_token_level(function):
-        assert values is not None or not needs_values(function), f"{name} needs values"
-        advantages = function(
-            rewards,
-            torch.zeros_like(rewards) if values is None else values,
-            mask,
-            group_index=torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)),  # [B]
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            **declared(function, 3, _offered(groups, lengths, recipe, step)),
-            **algorithm.advantage_options,
-        )
-        check_returned("algorithm.advantage", name, advantages, rewards)
-    else:
-        sums = rewards.sum(dim=1)  # [B]
-        rows_of = torch.split(torch.arange(len(sums)), sizes)  # of each group
-        advantages = torch.zeros_like(sums)[:, None]  # [B, 1]
-        for indices in _by_size(groups):
-            rows = torch.stack([rows_of[index] for index in indices])  # [G, S]
-            offered = _offered([groups[index] for index in indices], lengths[rows], recipe, step)
-            given = function(sums[rows], **declared(function, 1, offered), **algorithm.advantage_options)
-            check_returned("algorithm.advantage", name, given, rows)
-            advantages[rows, 0] = given.double()
-    on_tokens = torch.where(mask, advantages.double(), 0.0)  # [B, L]
-    if not bool(on_tokens.isfinite().all()):
-        raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
-    return on_tokens
-
-
-def _offered(groups: Sequence[RolloutGroup], lengths: Tensor, recipe: Recipe, step: int) -> dict[str, Any]:
-    """What an advantage function gets if it declares it (docs/extending.md); tensors have the shape of `lengths`."""
-    grades = [rollout.grade for group in groups for rollout in group.rollouts]
-    terms = {name: torch.tensor([grade.parts[name] for grade in grades]).double() for name in grades[0].parts}
-    return {
-        "reward_terms": {name: values.reshape(lengths.shape) for name, values in terms.items()},
-        "reward_weights": {reward.name.rpartition(":")[2]: reward.weight for reward in recipe.rewards},
-        "lengths": lengths,
-        "correct": torch.tensor([grade.outcome == "correct" for grade in grades]).reshape(lengths.shape),
-        "prompt_ids": [group.prompt.prompt_id for group in groups],
-        "step": step,
-    }
 
 
 def _mean(numbers: npt.NDArray[np.float64]) -> float:

@@ -21,7 +21,7 @@ from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
-from srtrl.trainer.credit import groups_to_learn_from
+from srtrl.trainer.credit import CreditAssigner
 from srtrl.types import Prompt, Purpose, RolloutGroup, SamplingParams, TrainSequence
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class StepRollouts:
     groups: list[RolloutGroup]
     """Of all its draws, in data order."""
     kept: list[RolloutGroup]
-    """Those to learn from, in data order; see `groups_to_learn_from`."""
+    """Those to learn from, in data order; see `CreditAssigner`."""
     metrics: dict[str, float]
     """Of the policy, the draws and the engine."""
 
@@ -128,8 +128,9 @@ class Collected(NamedTuple):
 class Sampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase) -> None:
+    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
         self.context = context
+        self.credit = credit
         self.task = task
         self.num_draws = 0
         """Draws that the steps so far have used."""
@@ -172,20 +173,20 @@ class Sampler:
 
     def collect(self, step: int, collector: Collector) -> Collected:
         """The groups of a step; moves `num_draws` on."""
-        engine, rollout, algorithm = self.context.engine, self.context.recipe.rollout, self.context.recipe.algorithm
+        engine, rollout = self.context.engine, self.context.recipe.rollout
         first = self.num_draws
         if not rollout.dynamic_sampling:
             draws = range(first, first + rollout.num_prompts)
             self.announce(step, draws, collector)
             groups = collect_rollouts(engine, collector, FixedDraws(self.draws(draws)))
             self.num_draws = draws.stop
-            return Collected(groups, groups_to_learn_from(groups, algorithm), collector)
+            return Collected(groups, self.credit.groups_to_learn_from(groups), collector)
         until_full = DrawsUntilFull(
             self.prompt_of,
             first_draw=first,
             num_prompts=rollout.num_prompts,
             max_draws=self.max_draws,
-            keeps=lambda group: bool(groups_to_learn_from([group], algorithm)),
+            keeps=lambda group: bool(self.credit.groups_to_learn_from([group])),
             on_open=lambda opened: self.announce(step, opened, collector),
         )
         groups = collect_rollouts(engine, collector, until_full)

@@ -32,7 +32,7 @@ from srtrl.run.metrics import (
 from srtrl.run.place import StartFlags
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
 from srtrl.run.trackers import log_samples, start_trackers
-from srtrl.trainer.credit import Credit, assign_credit, train_sequences
+from srtrl.trainer.credit import Credit, CreditAssigner, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
@@ -58,6 +58,7 @@ class Parts:
     """With the recipe, the engine, and the grader, which is not started."""
     task: TaskBase
     sampler: Sampler
+    credit: CreditAssigner
     columns: list[Column]
     """What passes compute before credit is assigned."""
     learners: list[Learner]
@@ -103,7 +104,8 @@ class Trainer:
         self.rollout_context = context = parts.context
         self.recipe, self.engine, self.grader = context.recipe, context.engine, context.grader
         self.turns = context.turns
-        self.task, self.sampler, self.columns, self.learners = parts.task, parts.sampler, parts.columns, parts.learners
+        self.task, self.sampler, self.credit = parts.task, parts.sampler, parts.credit
+        self.columns, self.learners = parts.columns, parts.learners
         self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
         self.saved = [*parts.saved, *parts.learners, parts.sampler]
         self.prompts_sha256, self.model_sha256 = parts.prompts_sha256, parts.model_sha256
@@ -254,7 +256,7 @@ class Trainer:
         for column in self.columns:
             with self._stage(column.stage):
                 sequences = fill(column, sequences, context)
-        return assign_credit(rollouts.kept, sequences, self.recipe, step=context.step)
+        return self.credit.assign_credit(rollouts.kept, sequences, step=context.step)
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """`eval/...` metrics where `eval` asks for them after this step, else nothing."""
