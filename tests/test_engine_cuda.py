@@ -81,8 +81,14 @@ def check_rollouts(
 
 
 def test_an_engine_without_drafts(device: FakeCuda) -> None:
-    """In a step the host waits for what it has sent and for what comes back, and for nothing else."""
+    """In a step the host waits for what it has sent and for what comes back, and for nothing else.
+
+    Small products are summed in float32.
+    """
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
     pair = engines()
+    assert not matmul.allow_bf16_reduced_precision_reduction
     device.waits.clear()
     metrics, _ = check_rollouts(device, pair, cuda_requests(num_samples=1, temperature=0.8))
     assert {wait.split(" at ")[0] for wait in device.waits} <= {"event.synchronize"}
@@ -170,14 +176,6 @@ def test_turns_and_stop_strings(device: FakeCuda) -> None:
     assert_same(found, expected)
     assert any(completion.response.extensions for completion in found.values())
     assert not device.findings
-
-
-@pytest.mark.usefixtures("device")
-def test_small_products_of_the_decoder_are_summed_in_float32() -> None:
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = True
-    engines()
-    assert not matmul.allow_bf16_reduced_precision_reduction
 
 
 @pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="the fake device knows what was compiled")

@@ -41,15 +41,6 @@ def attend_varlen_2_11(*inputs: Any, window_size: tuple[int, int] = (-1, -1)) ->
     return attend_varlen(*inputs, window_size=window_size)
 
 
-def random_heads(lengths: list[int], counts: tuple[int, int]) -> list[Tensor]:
-    """q, k, v of 8 elements a head; q and k are views, as those of a model are."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    qk = torch.randn(sum(lengths), sum(counts), 8, generator=generator, dtype=torch.float64)
-    v = torch.randn(sum(lengths), counts[1], 8, generator=generator, dtype=torch.float64)
-    q, k = (part.detach() for part in qk.split_with_sizes(counts, dim=1))
-    return [heads.requires_grad_() for heads in (q, k, v)]
-
-
 @settings(deadline=None)
 @given(
     kernel=st.sampled_from([attend_varlen, attend_varlen_2_11]),
@@ -58,7 +49,12 @@ def random_heads(lengths: list[int], counts: tuple[int, int]) -> list[Tensor]:
 )
 def test_the_kernel_is_given_what_it_needs(kernel: Any, lengths: list[int], counts: tuple[int, int]) -> None:
     plan = PackedPlan(lengths, "cpu", random_shares(lengths, seed=sum(lengths)))
-    q, k, v = random_heads(plan.num_added, counts)
+    num_tokens = sum(plan.num_added)
+    generator = torch.Generator().manual_seed(num_tokens)
+    qk = torch.randn(num_tokens, sum(counts), 8, generator=generator, dtype=torch.float64)
+    v = torch.randn(num_tokens, counts[1], 8, generator=generator, dtype=torch.float64).requires_grad_()
+    # q and k are views, as those of a model are.
+    q, k = (part.detach().requires_grad_() for part in qk.split_with_sizes(counts, dim=1))
     starts, longest = (plan.query_starts, plan.key_starts), (max(plan.num_added), plan.num_positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "varlen_attn", kernel)
