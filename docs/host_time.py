@@ -268,14 +268,15 @@ def other_threads(is_busy: bool) -> Iterator[None]:
             await asyncio.sleep(0.02)
             work_a_while()
 
-    threads = [threading.Thread(target=tool) for _ in range(8)] + [threading.Thread(target=asyncio.run, args=[judge()])]
-    for thread in threads if is_busy else []:
+    targets = [*[tool] * 8, lambda: asyncio.run(judge())] if is_busy else []
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
         thread.start()
     try:
         yield
     finally:
         is_over.set()
-        for thread in threads if is_busy else []:
+        for thread in threads:
             thread.join()
 
 

@@ -92,6 +92,16 @@ class DraftTrees:
         sizes: npt.NDArray[np.int64] = self.offsets[1:] - self.offsets[:-1]  # `np.diff` takes ten times as long
         return sizes
 
+    def pick(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> "DraftTrees":
+        """Trees of the nodes from starts[i] on, sizes[i] of them, each the beginning of one of these trees."""
+        nodes = ranges(starts, sizes)
+        return DraftTrees(
+            token_ids=self.token_ids[nodes],
+            parents=self.parents[nodes],
+            scores=self.scores[nodes],
+            offsets=np.concatenate([[0], sizes.cumsum()]),
+        )
+
     def first(self, num_trees: int) -> "DraftTrees":
         """The first trees (views, no copies)."""
         num = int(self.offsets[num_trees])

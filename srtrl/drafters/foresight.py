@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.drafters.texts import NO_PENDING, NONE, Int32Array, Int64Array, Pending, Texts
 from srtrl.drafters.trie_draft import Basis, draft_trees
 
@@ -88,49 +88,40 @@ def _later(basis: Basis, after: Pending) -> Basis:
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_taken(
-    slots: Int64Array,
-    token_ids: Int32Array,
-    spans: Int64Array,
-    foreseen_slots: Int64Array,
-    foreseen_ids: Int32Array,
-    foreseen_spans: Int64Array,
-) -> Int64Array:
-    """[B], the number of the tree that was drafted after a slot's tokens; `NONE` if these are others."""
-    numbers, taken = np.full(len(spans), NONE), np.full(len(slots), NONE)
+def find_taken(foreseen_slots: Int64Array, after: Pending, slots: Int64Array, sampled: Pending) -> Int64Array:
+    """[B], the number of the tree that was drafted after what was sampled last for a slot; `NONE` where there is none.
+
+    Args:
+        foreseen_slots: [F].
+        after: See `Foreseen`.
+        slots: [B].
+        sampled: By slot, not empty for those that were drafted for.
+    """
+    numbers, taken = np.full(len(sampled.spans), NONE), np.full(len(slots), NONE)
     for number in range(len(foreseen_slots)):
         numbers[foreseen_slots[number]] = number
     for b in range(len(slots)):
         slot = slots[b]
         if numbers[slot] == NONE:
             continue
-        begin, length = spans[slot, 0], spans[slot, 1] - spans[slot, 0]
-        other_begin, same = foreseen_spans[slot, 0], 0
-        if foreseen_spans[slot, 1] - other_begin == length:
-            while same < length and token_ids[begin + same] == foreseen_ids[other_begin + same]:
+        begin, end = sampled.spans[slot]
+        other_begin, other_end = after.spans[slot]
+        if other_end - other_begin == end - begin:
+            same = 0
+            while same < end - begin and sampled.token_ids[begin + same] == after.token_ids[other_begin + same]:
                 same += 1
-            if same == length:
+            if same == end - begin:
                 taken[b] = numbers[slot]
     return taken
 
 
-def take(foreseen: Foreseen, slots: Int64Array, sampled: Pending) -> Int64Array:
-    """[B], the number of the tree that was drafted after what was sampled last for a slot; `NONE` where there is none.
-
-    `sampled`: by slot, not empty for those that were drafted for.
-    """
-    return _find_taken(slots, sampled.token_ids, sampled.spans, foreseen.slots, *foreseen.after)
-
-
 def combine(drafted: DraftTrees, foreseen: DraftTrees, taken: Int64Array, max_nodes: Int64Array) -> DraftTrees:
     """The trees of B slots: the foreseen ones that are `taken`, cut to `max_nodes`, and the others as drafted."""
-    is_taken, sizes, starts = taken != NONE, drafted.sizes.copy(), drafted.offsets[:-1].copy()
-    sizes[is_taken] = np.minimum(foreseen.sizes[taken[is_taken]], max_nodes[is_taken])
-    starts[is_taken] = drafted.num_nodes + foreseen.offsets[taken[is_taken]]
-    nodes, offsets = ranges(starts, sizes), np.concatenate([[0], sizes.cumsum()])
-    return DraftTrees(
-        token_ids=np.concatenate([drafted.token_ids, foreseen.token_ids])[nodes],
-        parents=np.concatenate([drafted.parents, foreseen.parents])[nodes],
-        scores=np.concatenate([drafted.scores, foreseen.scores])[nodes],
-        offsets=offsets,
+    both = DraftTrees(
+        token_ids=np.concatenate([drafted.token_ids, foreseen.token_ids]),
+        parents=np.concatenate([drafted.parents, foreseen.parents]),
+        scores=np.concatenate([drafted.scores, foreseen.scores]),
+        offsets=np.concatenate([drafted.offsets, drafted.num_nodes + foreseen.offsets[1:]]),
     )
+    numbers = np.where(taken == NONE, np.arange(len(taken)), len(drafted) + taken)
+    return both.pick(both.offsets[numbers], np.minimum(both.sizes[numbers], max_nodes))

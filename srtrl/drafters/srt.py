@@ -11,7 +11,7 @@ from pydantic import Field
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end, key_of
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.foresight import NOTHING, combine, foresee, take
+from srtrl.drafters.foresight import NOTHING, combine, find_taken, foresee
 from srtrl.drafters.rollout_cache import Rollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.texts import NO_PENDING, NONE, START_TOKEN, Pending, TextStore
@@ -153,7 +153,7 @@ class Drafter(DrafterBase):
         min_score, max_nodes = max(self.options.min_score, min_score), max_nodes * self._is_begun[slots]
         self._is_drafted[slots] = True
         foreseen, self._foreseen = self._foreseen, NOTHING
-        taken = take(foreseen, slots, self._pending)
+        taken = find_taken(foreseen.slots, foreseen.after, slots, self._pending)
         to_draft = np.where(taken == NONE, max_nodes, 0)
         trees = draft_trees(self.store.arrays, slots, to_draft, self._basis(), min_score, self._pending)
         self._last_limits = max_nodes, min_score
@@ -228,7 +228,6 @@ class Drafter(DrafterBase):
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Keep completed rollouts, and what is known of the turns of others; a preempted sample's is known already."""
-        self._is_begun[slots] = False
         self._defer(partial(self._finish, slots, completions))
 
     def _finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:

@@ -27,7 +27,7 @@ from srtrl.drafters.children import (
     share_out,
 )
 from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
-from srtrl.drafters.draft_tree import DraftTrees, ranges
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.frontier import Frontier, make_frontier, put_candidate
 from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.texts import (
@@ -356,8 +356,7 @@ def draft_trees(
     sizes = np.empty(len(slots), np.int64)
     min_score = max(min_score, SMALLEST_SCORE)
     _draft_rows(texts, pending, slots, rooms, *basis, min_score, token_ids, parents, scores, sizes)
-    nodes, offsets = ranges(rooms[:-1], sizes), np.concatenate([[0], sizes.cumsum()])
-    return DraftTrees(token_ids=token_ids[nodes], parents=parents[nodes], scores=scores[nodes], offsets=offsets)
+    return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=rooms).pick(rooms[:-1], sizes)
 
 
 @inlined

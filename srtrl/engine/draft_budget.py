@@ -9,14 +9,14 @@ None of this changes a token, only the time it takes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import DraftTrees, ranges
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.rows import Int64Array
 from srtrl.types import Purpose
 
@@ -355,9 +355,5 @@ def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTree
     offsets = np.zeros(num_trees + 1, np.int64)
     sizes.cumsum(out=offsets[1 : len(sizes) + 1])
     offsets[len(sizes) + 1 :] = offsets[len(sizes)]
-    if offsets[-1] == trees.num_nodes:
-        return DraftTrees(token_ids=trees.token_ids, parents=trees.parents, scores=trees.scores, offsets=offsets)
-    nodes = ranges(trees.offsets[:-1], sizes)
-    return DraftTrees(
-        token_ids=trees.token_ids[nodes], parents=trees.parents[nodes], scores=trees.scores[nodes], offsets=offsets
-    )
+    chosen = trees if offsets[-1] == trees.num_nodes else trees.pick(trees.offsets[:-1], sizes)
+    return replace(chosen, offsets=offsets)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.model.kernels import inlined
 from srtrl.model.paged_attention import BITS_PER_WORD
 
 Array = npt.NDArray[Any]
@@ -213,6 +214,12 @@ def fill_inputs(
     _fill_padding(inputs, row, len(slots) + trees.num_nodes)
 
 
+@inlined
+def kv_index(page_table: Int32Array, slot: int, position: int, page_size: int) -> int:
+    """Place in the KV cache of a position of a slot's sequence."""
+    return int(page_table[slot, position // page_size] * page_size + position % page_size)
+
+
 @numba.njit(cache=True, nogil=True)
 def _fill_decode_rows(
     out: StepInputs,
@@ -234,7 +241,7 @@ def _fill_decode_rows(
             position = root_position + 1 + node  # where the row writes
             out.rng_keys[row] = np.int64(batch.rng_keys[slot])
             out.temperatures[row] = batch.temperatures[slot]
-            out.kv_indices[row] = batch.page_table[slot, position // page_size] * page_size + position % page_size
+            out.kv_indices[row] = kv_index(batch.page_table, slot, position, page_size)
             out.context_lengths[row] = root_position + 1
             out.row_tables[row] = b
             for word in range(out.ancestors.shape[1]):  # assigning rows takes Numba two seconds more to compile

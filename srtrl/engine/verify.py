@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
+from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, kv_index
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.stopping import StopFinder
 from srtrl.model.kernels import inner
@@ -217,13 +217,13 @@ def _plan_moves(
     """Fill `moves`, see `plan_moves`; returns their number."""
     num = 0
     for b in range(len(slots)):
-        pages, num_new, first = page_table[slots[b]], offsets[b + 1] - offsets[b], num
-        after_root = num_tokens[slots[b]] - num_new
+        slot, num_new, first = slots[b], offsets[b + 1] - offsets[b], num
+        after_root = num_tokens[slot] - num_new
         for level in range(num_new):
             node = nodes[offsets[b] + level]
             if node not in (ROOT, level):
-                for column, place in enumerate((after_root + node, after_root + level)):
-                    moves[num, column] = pages[place // page_size] * page_size + place % page_size
+                moves[num, 0] = kv_index(page_table, slot, after_root + node, page_size)
+                moves[num, 1] = kv_index(page_table, slot, after_root + level, page_size)
                 moves[num, 2] = 0
                 num += 1
         if num > first:

@@ -18,7 +18,7 @@ from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
-from srtrl.run.metrics import MANY_TRUNCATED, headline, longest_stages, run_figures
+from srtrl.run.metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MARK = "· srtrl</title>"
@@ -64,7 +64,7 @@ def render(run: Run) -> str:
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
         headline=list(headline(figures).items()),
         decoded=_decoded(run),
-        figures=[(name, figure) for name, figure in figures.items() if name != "time of all stages"],
+        figures=[(name, figure) for name, figure in figures.items() if name != TIME],
         stages=[(name, seconds) for name, seconds in longest_stages(run.rows) if seconds > 0],
         over_time=_over_time(run),
         notices=list(_notices(run)),
