@@ -135,6 +135,8 @@ class TraceRunner:
         self._lengths = np.array([len(responses[key]) for key in keys], np.int64)
         self._starts = self._lengths.cumsum() - self._lengths
         self._tokens = np.concatenate([responses[key] for key in keys])
+        self.prepared: list[bool] = []
+        """Of each step: whether no kernel was compiled for it, and no graph captured."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -143,6 +145,7 @@ class TraceRunner:
         """See `Runner`."""
         self._inputs = inputs
         self.runner.launch(inputs, filters)
+        self.prepared.append(self.runner.was_prepared)
 
     def wait(self, num_sampled: int) -> SampledRows:
         """See `Runner`."""
@@ -189,7 +192,8 @@ def run_engine(engine: Engine, drafter: str, trace: Trace) -> dict[str, float]:
     completions = list(engine.generate(trace.requests))
     seconds = time.perf_counter() - started
     check_completions(completions, trace)
-    return {"seconds": seconds, **engine.take_metrics()}
+    prepared = fmean(cast(TraceRunner, engine.runner).prepared)
+    return {"seconds": seconds, "prepared": prepared, **engine.take_metrics()}
 
 
 def check_completions(completions: Sequence[Completion], trace: Trace) -> None:
@@ -247,6 +251,7 @@ def rows_of(runs: dict[str, list[dict[str, float]]], num_slots: int, trace: Trac
             "tokens_per_second": num_tokens / median(seconds),
             "ms_per_step": 1000 * median(seconds) / fmean(run["engine/decode_steps"] for run in of_name),
             "tokens_per_step": fmean(run["engine/tokens_per_decode_step"] for run in of_name),
+            "prepared_share": fmean(run["prepared"] for run in of_name),
             "verified_per_step": fmean(run["engine/verified_per_decode_step"] for run in of_name),
         }
         ratios = compare_pairs(baseline, seconds) if rows else {}
@@ -297,7 +302,7 @@ def main() -> None:
     prompts = load_prompts(options.trace, config.vocab_size, tokenizer=options.tokenizer, max_tokens=options.max_tokens)
     num_prompts = options.prompts_used or (None if options.trace else 1)
     workload = share_out(prompts[:num_prompts], history=options.history)
-    policy = init_model(config, 0, getattr(torch, options.dtype), device)
+    policy = init_model(config, 0, getattr(torch, options.dtype), device, drawn_on=device)
     slots = [int(count) for count in options.slots.split(",")] if options.slots else [len(workload.requests)]
     rows: list[Row] = []
     for num_slots in slots:

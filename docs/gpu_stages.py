@@ -1,8 +1,9 @@
-"""The first run on a GPU, unattended (`make bench-gpu`): what is right, then what is fast, within nine minutes.
+"""The first run on a GPU, unattended (`make bench-gpu`): what is right, then what is fast.
 
 Each stage is a process of its own with a limit; its result is printed when it ends, also where an earlier one failed,
-and the table of all of them comes last. `--write-docs FILE` puts it between the marks of that file.
-`--device cpu` takes the same path with a tiny model under Triton's interpreter, to test this program.
+and the table of all of them comes last. `--minutes` is the time of all together (9; 55 for a rented hour), `--stages`
+names those to run, `--logs FOLDER` keeps what each one prints, `--write-docs FILE` puts the table between the marks of
+that file. `--device cpu` takes the same path with a tiny model under Triton's interpreter, to test this program.
 """
 
 import argparse
@@ -23,20 +24,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # the cases of the runners' tests
-TOTAL_SECONDS = 540
 STAGES = {
     "versions": 60,
-    "values": 120,
-    "graphs": 90,
+    "graphs": 120,
+    "values": 200,
     "synchronisations": 60,
+    "profile": 120,
     "decode": 120,
+    "update": 60,
     "training": 200,
-    "rollouts": 200,
+    "rollouts": 300,
+    "live": 400,
     "draft_head": 60,
-    "transformers": 90,
-    "tests": TOTAL_SECONDS,
+    "tests": 400,
 }
-"""Stage -> seconds it may take, of what is left of all. The tests come last: they compile hundreds of kernels."""
+"""Stage -> seconds it may take, of what is left of all. The other tests come last: they compile hundreds of kernels."""
+
+KERNEL_TESTS = ("triton_attention", "triton_layers", "triton_sampling", "runners", "gpu_update", "engine_cuda")
+"""Of `values`."""
 
 TAIL = 8
 """Lines that are shown of a stage that failed."""
@@ -68,7 +73,7 @@ def random_policy(device: str, num_layers: int) -> Any:
     if device == "cpu":
         tiny = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
         shape |= tiny | {"vocab_size": 64, "head_dim": 8, "num_hidden_layers": 1}
-    return init_model(config_from_hf(shape), 0, torch.bfloat16, device)
+    return init_model(config_from_hf(shape), 0, torch.bfloat16, device, drawn_on=device)
 
 
 def versions(device: str) -> list[Row]:
@@ -80,8 +85,21 @@ def versions(device: str) -> list[Row]:
         return [{"device": "cpu", "torch": torch.__version__, "triton": triton.__version__}]
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
+    numbers = torch.randn(2**30, device=device, dtype=torch.bfloat16)
+    copied = median_seconds(device, lambda: numbers.clone())
+    matrix = numbers[: 2**26].view(8192, 8192)
+    multiplied = median_seconds(device, lambda: matrix @ matrix)
+    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    driver, power, clock = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip().split(", ")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)  # noqa: PLW1510  none in an archive
     return [
         {
+            "commit": commit.stdout.strip(),
+            "driver": driver,
+            "power limit": power,
+            "SM clock": clock,
+            "copied TB/s": round(2 * numbers.nbytes / copied / 1e12, 2),
+            "product of 8192 TFLOP/s": round(2 * 8192**3 / multiplied / 1e12),
             "device": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
@@ -94,78 +112,82 @@ def versions(device: str) -> list[Row]:
     ]
 
 
+def median_seconds(device: str, work: Any, repeats: int = 10) -> float:
+    """Of a call and all that it launches."""
+    import torch
+
+    found = []
+    for _ in range(repeats + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[2:])
+
+
+def values(device: str) -> list[Row]:
+    """Every kernel, the steps of the runner and the update against plain PyTorch, in bfloat16 and float32."""
+    names = KERNEL_TESTS if device == "cuda" else KERNEL_TESTS[2:3]
+    return [run_pytest(device, *(f"tests/test_{name}.py" for name in names))]
+
+
 def tests(device: str) -> list[Row]:
-    """The repository's fast tests for a GPU."""
-    marker = "gpu and not slow" if device == "cuda" else "not gpu and not slow"
-    paths = ["tests"] if device == "cuda" else ["tests/test_cuda_graphs.py"]
-    workers = ["--numprocesses", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"]  # compiling takes the time
-    return [run_pytest(["-m", marker, *workers, *paths])]
+    """The repository's other fast tests for a GPU."""
+    ignored = [f"--ignore=tests/test_{name}.py" for name in KERNEL_TESTS]
+    return [run_pytest(device, *(["tests", *ignored] if device == "cuda" else ["tests/test_cuda_graphs.py"]))]
 
 
-def run_pytest(arguments: list[str]) -> Row:
-    """Its last line; what it prints goes to stderr, line by line: the last one says where it was when it was killed."""
-    program = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+def run_pytest(device: str, *paths: str) -> Row:
+    """Its last line, and of each test that failed the name and the first line of its error.
+
+    What it prints goes to stderr, line by line: the last one says where it was when it was killed.
+    """
+    marker = f"{'' if device == 'cuda' else 'not '}gpu and not slow"
+    workers = ["--numprocesses", str(min(12, os.cpu_count() or 1)), "--dist", "loadgroup"]  # compiling takes the time
+    options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-m", marker, *workers]
     lines = ["no output"]
-    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "pytest", *options, *paths]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=wide()) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.strip())
             print(line, end="", file=sys.stderr, flush=True)
-    return {"passed": process.returncode == 0, "summary": lines[-1]}
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    row: Row = {"passed": process.returncode == 0, "summary": lines[-1].strip("= ")}
+    return row | ({"failed": failed} if failed else {})
+
+
+def wide() -> dict[str, str]:
+    """The environment with a terminal in which pytest cuts no reason off."""
+    return os.environ | {"COLUMNS": "300"}
 
 
 def graphs(device: str) -> list[Row]:
-    """One step kernel by kernel and as a graph: tokens and log-probs are equal."""
+    """One step kernel by kernel and as a graph, with early launches and without: tokens and log-probs are equal."""
     import numpy as np
 
+    from srtrl.cuda import jit
     from srtrl.engine.runner import timed_step
 
     rows = []
     for num_rows, num_sequences in ((64, 64), (512, 64), (256, 256)) if device == "cuda" else ((8, 2),):
         found = []
-        for cuda_graphs in (False, True):
-            runner = build(device, num_layers=4, slots=num_sequences, cuda_graphs=cuda_graphs)
-            for _ in range(3):  # computed, captured, replayed
-                runner.launch(timed_step(runner, num_rows, 30, num_sequences), None)
-                sampled = runner.wait(num_rows)
-            found.append(sampled)
-        eager, replayed = found
-        difference = float(np.abs(eager.logprobs - replayed.logprobs).max())
-        equal = bool((eager.token_ids == replayed.token_ids).all())
-        rows.append({"rows": num_rows, "passed": equal and difference == 0, "log-prob difference": difference})
+        for early in ("1", "0"):
+            os.environ[jit.OVERLAP] = early
+            jit._options.cache_clear()
+            for cuda_graphs in (False, True):
+                runner = build(device, num_layers=4, slots=num_sequences, cuda_graphs=cuda_graphs)
+                for _ in range(4):  # computed, captured, replayed
+                    runner.launch(timed_step(runner, num_rows, 30, num_sequences), None)
+                    found.append(runner.wait(num_rows))
+        difference = max(float(np.abs(one.logprobs - found[0].logprobs).max()) for one in found)
+        equal = all(bool((one.token_ids == found[0].token_ids).all()) for one in found)
+        row = {"rows": num_rows, "passed": equal and difference == 0, "tokens equal": equal}
+        rows.append(row | {"log-prob difference": difference})
     return rows
-
-
-def values(device: str) -> list[Row]:
-    """Small steps with trees on the device and under the interpreter, on the same weights."""
-    import numpy as np
-
-    program = [sys.executable, __file__, "--stage", "small_steps", "--device"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    interpreted = subprocess.run([*program, "cpu"], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    expected, found = json.loads(interpreted.stdout), small_steps(device)
-    difference = float(np.abs(np.subtract(found[0]["logprobs"], expected[0]["logprobs"])).max())
-    equal = found[0]["token_ids"] == expected[0]["token_ids"]
-    return [{"passed": equal and difference < 2e-4, "tokens equal": equal, "log-prob difference": difference}]
-
-
-def small_steps(device: str) -> list[Row]:
-    """Tokens and log-probs of the cases that the tests of the runners decode."""
-    import numpy as np
-    from runner_cases import Samples, cuda_runner, random_trees, runner_policy
-
-    runner = cuda_runner(runner_policy())
-    samples = Samples(runner, runner.model)
-    samples.prefill()
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    for seed, path in enumerate(([], [1], [0, 3])):
-        trees = random_trees(np.random.default_rng(seed), [5, 4, 4])
-        sampled = samples.step([0, 1, 2], trees)
-        token_ids += sampled.token_ids.tolist()
-        logprobs += sampled.logprobs.tolist()
-        samples.accept([0, 1, 2], trees, [path, [], path])
-    return [{"token_ids": token_ids, "logprobs": logprobs}]
 
 
 def synchronisations(device: str) -> list[Row]:
@@ -185,15 +207,94 @@ def synchronisations(device: str) -> list[Row]:
     return [{"passed": True, "synchronisations in a launch": 0}]
 
 
+def profile(device: str) -> list[Row]:
+    """Microseconds by kernel of a decode step and of one micro-batch of the update, the longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    def by_kernel(name: str, work: Any) -> list[Row]:
+        work()
+        activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[activity]) as recorded:
+            work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        which = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+        events = sorted(recorded.key_averages(), key=lambda event: -getattr(event, which))
+        total = sum(getattr(event, which) for event in events)
+        rows: list[Row] = [{"of": name, "kernels": sum(event.count for event in events), "us": round(total)}]
+        for event in events[:PROFILED]:
+            rows.append({"kernel": event.key[:70], "times": event.count, "us": round(getattr(event, which), 1)})
+        return rows
+
+    rows = []
+    runner = build(device, num_layers=28, slots=256, cuda_graphs=False)
+    for num_rows, num_sequences in ((64, 64), (512, 64)) if device == "cuda" else ((8, 2),):
+        step = functools.partial(runner.time_step, num_rows, 512, num_sequences)
+        rows += by_kernel(f"decode step, {num_rows} rows, {num_sequences} sequences", step)
+    return rows + by_kernel("micro-batch of 16 x 1,024", update_of(device, 1024 if device == "cuda" else 16))
+
+
+PROFILED = 14
+"""Kernels that `profile` shows of each."""
+
+
+def update_of(device: str, length: int = 1024) -> Any:
+    """What computes the gradients of one micro-batch of 16 sequences, of which an eighth is prompt."""
+    import torch
+
+    from srtrl.cuda.update import fuse_update
+    from srtrl.model.attention import PackedPlan
+    from srtrl.model.logprobs import token_logprobs
+
+    policy = random_policy(device, 28)
+    if device == "cuda":
+        fuse_update(policy)
+    plan = PackedPlan([length] * 16, torch.device(device))
+    tokens = torch.randint(policy.config.vocab_size, (16 * length,), device=device)
+    targets = tokens[: 14 * length]
+
+    def work() -> None:
+        policy.zero_grad(set_to_none=True)
+        hidden = policy(tokens, plan)[: len(targets)]
+        logprobs, _ = token_logprobs(hidden, policy.head_weight, targets, temperature=1.0, softmax=policy.softmax)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+
+    return work
+
+
+def update(device: str) -> list[Row]:
+    """Arithmetic per second of the update's gradients, beside that of large products."""
+    import torch
+
+    from srtrl.run.metrics import model_flops
+
+    rows, length = [], 1024 if device == "cuda" else 16
+    policy, work = random_policy(device, 28), update_of(device, length)
+    matrix = torch.randn(8192 if device == "cuda" else 64, len(policy.embedding) // 20, device=device).bfloat16()
+    multiplied = 2 * matrix.numel() * len(matrix) / median_seconds(device, lambda: matrix @ matrix.t())
+    flops = model_flops(policy.config, [length] * 16, num_targets=14 * length)
+    for recomputes in (False, True):
+        policy.gradient_checkpointing = recomputes
+        rate = flops / median_seconds(device, work, 5)
+        row = {
+            "checkpointing": recomputes,
+            "TFLOP/s": round(rate / 1e12, 1),
+            "of products": round(rate / multiplied, 3),
+        }
+        rows.append(row | {"peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else 0})
+    return rows
+
+
 def decode(device: str) -> list[Row]:
     """Milliseconds of a decode step beside the price that benchmarks without a device calculate with."""
     import numpy as np
     from h200 import H200_CURVE
 
     rows = []
-    steps = ((64, 64), (512, 64), (256, 256), (512, 256)) if device == "cuda" else ((8, 2),)
+    steps = ((8, 8), (64, 8), (64, 64), (256, 64), (512, 64), (256, 256), (512, 256), (1024, 256), (2048, 256))
     runner = build(device, num_layers=28, slots=256)
-    for num_rows, num_sequences in steps:
+    for num_rows, num_sequences in steps if device == "cuda" else ((8, 2),):
         seconds = [runner.time_step(num_rows, 512, num_sequences) for _ in range(20 if device == "cuda" else 1)]
         priced = float(np.interp(num_rows, [rows for rows, _ in H200_CURVE], [seconds for _, seconds in H200_CURVE]))
         measured = statistics.median(seconds)
@@ -242,35 +343,23 @@ def draft_head(device: str) -> list[Row]:
     return rows
 
 
-def transformers(device: str) -> list[Row]:
-    """`generate` of that library, 64 sequences of 32 prompt tokens: milliseconds of a token of all of them."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from srtrl.model.shapes import SHAPES
-
-    shape = dict(SHAPES["qwen2.5-1.5b"])
-    if device == "cpu":
-        shape |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 4}
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    with torch.device(device):  # a CPU would draw the weights for a quarter of a minute
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
-    prompts = torch.ones(64, 32, dtype=torch.long, device=device)
-    num_tokens, seconds = 64 if device == "cuda" else 4, []
-    for _ in range(3):
-        started = time.perf_counter()
-        model.generate(prompts, do_sample=True, min_new_tokens=num_tokens, max_new_tokens=num_tokens, pad_token_id=0)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return [{"sequences": 64, "ms of a token of each": round(1e3 * statistics.median(seconds) / num_tokens, 2)}]
+ROLLOUTS = ((8, 12), (64, 60), (256, 100))
+"""Sequences at a time, and prompts of the recording, of each of which four samples are decoded and four known."""
 
 
 def rollouts(device: str) -> list[Row]:
     """Whole rollouts without drafts and with `srt`, which has seen half of each prompt's samples."""
-    shape = ("qwen2.5-1.5b", "bfloat16", "64,256", "512") if device == "cuda" else ("tiny", "float32", "2", "16")
+    rows = []
+    for slots, prompts in ROLLOUTS if device == "cuda" else ((2, 2),):
+        rows += rollout(device, slots, prompts)
+    return rows
+
+
+def rollout(device: str, slots: int, prompts: int) -> list[Row]:
+    """A row for each drafter."""
+    shape = ("qwen2.5-1.5b", "bfloat16", "512") if device == "cuda" else ("tiny", "float32", "16")
     program = [sys.executable, "docs/bench_rollout.py", "--model-shape", shape[0], "--dtype", shape[1]]
-    options = ["--slots", shape[2], "--max-tokens", shape[3], "--prompts-used", "80", "--history", "0.5"]
+    options = ["--slots", str(slots), "--max-tokens", shape[2], "--prompts-used", str(prompts), "--history", "0.5"]
     options += ["--repeats", "3", "--json"]
     trace, tokenizer = os.environ.get("TRACE"), os.environ.get("TOKENIZER")
     with tempfile.TemporaryDirectory() as unpacked:
@@ -282,9 +371,45 @@ def rollouts(device: str) -> list[Row]:
                 packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
             options += ["--tokenizer", unpacked]
         result = subprocess.run([*program, *options], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(result.stdout)
-    keep = ("slots", "drafter", "tokens_per_second", "tokens_per_step", "times_as_fast", "lowest", "highest")
-    return [{name: row[name] for name in keep if name in row} for row in found["rows"]]
+    print(result.stdout, file=sys.stderr)
+    keep = ("slots", "drafter", "tokens_per_second", "ms_per_step", "tokens_per_step", "verified_per_step")
+    keep += ("prepared_share", "times_as_fast", "lowest", "highest")
+    rows = []
+    for row in json.loads(result.stdout)["rows"]:
+        found = {name: round(row[name], 3) for name in keep if name in row and name != "drafter"}
+        share = statistics.fmean(run.get("engine/host_share", 0.0) for run in row["runs"])
+        rows.append({"drafter": row["drafter"], **found, "host share": round(share, 3)})
+    return rows
+
+
+def live(device: str) -> list[Row]:
+    """The quickstart on the device, without drafts and with `srt`, from the same seed."""
+    import torch
+    from safetensors.torch import load_file
+
+    from srtrl.metrics import read_metrics
+
+    rows, weights = [], []
+    with tempfile.TemporaryDirectory() as name:
+        for drafter in ("none", "srt"):
+            run, started = Path(name) / drafter, time.perf_counter()
+            changes = [f"device={device}", f"rollout.drafter={drafter}", f"output_dir={name}", f"name={drafter}"]
+            changes += [] if device == "cuda" else ["train.num_steps=1", "eval.num_problems=4", "rollout.num_prompts=2"]
+            command = [sys.executable, "-m", "srtrl", "train", "recipes/quickstart.yaml", *changes]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+            seconds = time.perf_counter() - started
+            steps = [row for row in read_metrics(run / "metrics.jsonl") if "reward/mean" in row]
+            policy = sorted(run.glob("checkpoints/*/model.safetensors"))[-1]
+            weights.append(load_file(policy))
+            found: Row = {"drafter": drafter, "seconds": round(seconds, 1)}
+            for shown in ("time/rollout", "time/update", "engine/decode_steps"):
+                found[f"sum of {shown}"] = round(sum(row.get(shown, 0.0) for row in steps), 2)
+            for shown in ("reward/mean", "logprob_difference/mean", "engine/tokens_per_decode_step"):
+                found[f"last {shown}"] = round(steps[-1].get(shown, 0.0), 5)
+            rows.append(found)
+    both = [torch.cat([one[key].float().flatten() for key in sorted(one)]) for one in weights]
+    rows[-1]["difference of the weights"] = float(((both[0] - both[1]).norm() / both[0].norm()))
+    return rows
 
 
 def training(device: str) -> list[Row]:
@@ -295,6 +420,11 @@ def training(device: str) -> list[Row]:
 def training_math(device: str) -> list[Row]:
     """The same of `grpo_math`, which takes longer."""
     return two_steps(device, "grpo_math", mean_tokens=700)
+
+
+def training_lora(device: str) -> list[Row]:
+    """The same of `lora_math_7b`, whose weights take 15 GB on the disk."""
+    return two_steps(device, "lora_math_7b", mean_tokens=700)
 
 
 def two_steps(device: str, recipe_name: str, mean_tokens: int) -> list[Row]:
@@ -324,9 +454,10 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int) -> list[Row]:
     config = config_from_hf(SHAPES["tiny"]) if device == "cpu" else find_config(load_recipe(file).model.path)[0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = init_model(config, 0, torch.bfloat16, "cpu")
+        model = init_model(config, 0, torch.bfloat16, device, drawn_on=device)
         ends = torch.arange(0, config.vocab_size, mean_tokens).tolist()  # one token in `mean_tokens` ends a response
         save_policy(folder / "model", model=model, tokenizer=load_tokenizer("bundled:tiny"), end_ids=ends)
+        del model
         rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
         (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
         changes += [f"output_dir={folder}", f"model.path={folder / 'model'}", "rewards=[{name: 'tiny_run:digits'}]"]
@@ -355,17 +486,20 @@ def main() -> int:
     """Run a stage, or all; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--stage", choices=(*STAGES, "small_steps", "training_math"))
+    parser.add_argument("--stage", help="in this process, as JSON")
+    parser.add_argument("--stages", help=f"by default {','.join(STAGES)}; also training_math, training_lora")
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--logs", type=Path)
     parser.add_argument("--write-docs", type=Path)
     options = parser.parse_args()
     if options.stage:
         json.dump(globals()[options.stage](options.device), sys.stdout)
         return 0
     started, results = time.monotonic(), dict[str, list[Row]]()
-    for stage, limit in STAGES.items():
+    for stage in options.stages.split(",") if options.stages else STAGES:
         began = time.monotonic()
-        seconds = min(limit, TOTAL_SECONDS - (began - started))
-        results[stage] = run_stage(stage, options.device, seconds)
+        seconds = min(STAGES.get(stage, 300), 60 * options.minutes - (began - started))
+        results[stage] = run_stage(stage, options.device, seconds, options.logs)
         for row in results[stage]:
             print(f"{stage} ({time.monotonic() - began:.0f} s): {row}", flush=True)
     table = f"{time.strftime('%Y-%m-%d')}, `python docs/gpu_stages.py`\n\n{table_of(results)}\n"
@@ -377,11 +511,11 @@ def main() -> int:
     return int(any(row.get("passed") is False for rows in results.values() for row in rows))
 
 
-def run_stage(stage: str, device: str, seconds: float) -> list[Row]:
+def run_stage(stage: str, device: str, seconds: float, logs: Path | None = None) -> list[Row]:
     """Its rows, or one that says how it failed. No process of it is left: it would disturb the stages that follow."""
     if seconds <= 0:
         return [{"passed": False, "error": "no time was left"}]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if device == "cpu":
         environment |= {"TRITON_INTERPRET": "1"}
     program = [sys.executable, __file__, "--stage", stage, "--device", device]
@@ -397,6 +531,9 @@ def run_stage(stage: str, device: str, seconds: float) -> list[Row]:
                 os.killpg(process.pid, signal.SIGKILL)
         if reason is not None:
             printed, errors = process.communicate()
+    if logs:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{stage}.log").write_text(f"{errors}\n{printed}", encoding="utf-8")
     if process.returncode:
         lines = errors.strip().splitlines() or ["no message"]
         print(*lines[-TAIL:], sep="\n", file=sys.stderr, flush=True)

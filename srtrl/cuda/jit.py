@@ -3,6 +3,9 @@
 Triton's decorator has no type, and an untyped one would leave what it decorates unchecked.
 """
 
+import ctypes
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +17,28 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """Compile a kernel, or a function that kernels call; see `triton.jit`."""
 
 
+OVERLAP = "SRTRL_OVERLAP"
+"""Environment variable: `0` lets each kernel begin after the one before it has ended, as on other devices."""
+FIRST_DRIVER = 12030
+"""Of CUDA 12.3: older ones do not keep early launches in captured graphs."""
+
+
 def _overlaps() -> bool:
-    return not triton.knobs.runtime.interpret and bool(cuda_capability_geq(9) and not cuda_capability_geq(12))
+    if triton.knobs.runtime.interpret or os.environ.get(OVERLAP) == "0" or driver_version() < FIRST_DRIVER:
+        return False
+    return bool(cuda_capability_geq(9) and not cuda_capability_geq(12))
+
+
+def driver_version() -> int:
+    """The CUDA version of the driver, as 12030 for 12.3; where there is none, as when kernels are only compiled, the
+    first that is good enough."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return FIRST_DRIVER
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 can_overlap: Callable[[], Any] = triton.constexpr_function(_overlaps)
@@ -38,4 +61,10 @@ def wait_for_inputs() -> None:
 
 def overlap() -> dict[str, bool]:
     """Options of a launch, by which the kernel waits for the one before it, not the launch."""
+    return {} if triton.knobs.runtime.interpret else _options(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def _options(device: int) -> dict[str, bool]:
+    """Asked once for a device: it takes microseconds of each launch."""
     return {"launch_pdl": True} if can_overlap() else {}

@@ -86,14 +86,21 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, hf_generation_config=read_json(generation_file) if generation_file.is_file() else None)
 
 
-def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+def init_model(
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    drawn_on: torch.device | str = "cpu",
+) -> Transformer:
     """Random model: weights N(0, 0.02), those that write to the residual stream divided by sqrt(2 layers) (GPT-2).
 
     Norms are one and biases zero. The same seed gives the same model on every device, rounded to `dtype`; the global
-    random state is neither read nor moved.
+    random state is neither read nor moved. Drawn on a GPU they are other numbers, and of a large model there at once.
     """
     model = Transformer(config, dtype, device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(drawn_on).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm"):
@@ -103,7 +110,7 @@ def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch
             else:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = _INIT_STD / (2 * config.num_hidden_layers) ** 0.5 if residual else _INIT_STD
-                parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=generator))
+                parameter.copy_(torch.empty(parameter.shape, device=drawn_on).normal_(0, std, generator=generator))
     return model
 
 
