@@ -140,24 +140,22 @@ def test_keys_are_split_where_lengths_differ() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(12, 2, 128), (14, 2, 64), (32, 8, 128), (8, 8, 80), (16, 1, 96), (8, 2, 256)])
 @pytest.mark.parametrize("num_nodes", [0, 1, 7, 40])
-@pytest.mark.parametrize("num_splits", [1, 5])
-def test_real_widths_on_a_device(
-    dtype: torch.dtype, heads: tuple[int, int, int], num_nodes: int, num_splits: int
-) -> None:
+@pytest.mark.parametrize("splits", [False, True])
+def test_real_widths_on_a_device(dtype: torch.dtype, heads: tuple[int, int, int], num_nodes: int, splits: bool) -> None:
     """Float32 products are exact in the operands; bfloat16 rounds weights and results to 8 bits."""
     random = np.random.default_rng(num_nodes)
     num_heads, num_kv_heads, head_dim = heads
     block_m = choose_block_m(rows_per_sequence=num_nodes, group=num_heads // num_kv_heads, head_dim=head_dim)
     rows_per_tile = block_m // (num_heads // num_kv_heads)
-    step = make_step(
-        num_nodes,
-        contexts=random.integers(1, 3000, 9).tolist(),
-        sizes=random.integers(0, num_nodes + 1, 9).tolist(),
-        chunks=[(0, 70), (500, 33)],
-        page_size=16,
-        rows_per_tile=rows_per_tile,
-        split_keys=1 << 20 if num_splits == 1 else 640,
-    )
+    num_sequences, chunks = (3, [(500, 13)]) if splits else (9, [(0, 70), (500, 33)])  # parts need room
+    contexts = random.integers(1, 3000, num_sequences).tolist()
+    sizes = random.integers(0, num_nodes + 1, num_sequences).tolist()
+    lanes = block_m * num_kv_heads * (num_sequences + sum(sizes) + sum(count for _, count in chunks))
+    num_splits = min(5, SCRATCH_LANES // lanes) if splits else 1
+    assert num_splits > splits
+    split_keys = choose_split_keys(max_keys=max(*contexts, 513) + num_nodes, num_splits=num_splits)
+    options = {"contexts": contexts, "sizes": sizes, "chunks": chunks, "split_keys": split_keys}
+    step = make_step(num_nodes, page_size=16, rows_per_tile=rows_per_tile, **options)
     cache = make_cache(step.num_pages, 16, num_kv_heads, head_dim, dtype)
     q = random_queries(step.num_real, num_heads, head_dim, dtype)
     tolerance = 3e-5 if dtype == torch.float32 else 0.02

@@ -49,11 +49,14 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor, exact: bool = True) -> None:
-    """Equal bits under the interpreter; on a device its reciprocal square root may differ by a bit."""
+    """Equal bits under the interpreter; on a device its reciprocal square root may differ by a bit.
+
+    A rotation is a difference, and a bit of what it takes away is more of a small result.
+    """
     if exact and KERNEL_DEVICE == "cpu":
         assert torch.equal(actual, expected)
     else:
-        torch.testing.assert_close(actual, expected, rtol=ULP[actual.dtype], atol=1e-30)
+        torch.testing.assert_close(actual, expected, rtol=ULP[actual.dtype], atol=1e-7)
 
 
 @DTYPES
@@ -110,9 +113,11 @@ def test_gated_activation_rounds_as_the_eager_model(style: Style, dtype: torch.d
     gate_up[0, 0], gate_up[1, 0] = 80, -80
     gate, up = gate_up.chunk(2, dim=-1)
     found, expected = gated(gate_up, style), activate(gate, style.activation) * up
-    # The exponentials of both are good to a few units in the last place of float32.
+    # The exponentials of both are good to a few units in the last place of float32; Triton's on a device, an
+    # approximation of 2**x, to one of its argument, some 20 here.
     atol = 1e-30 if style == LLAMA else 1e-5  # torch's 1 + tanh cancels for large negative gates
-    torch.testing.assert_close(found, expected, rtol=2 * ULP[dtype], atol=atol)
+    rtol = 2e-6 if KERNEL_DEVICE == "cuda" and dtype == torch.float32 else 2 * ULP[dtype]
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     if dtype == torch.bfloat16:
         assert float((found == expected)[gate > -1].float().mean()) > 0.99
 

@@ -23,15 +23,8 @@ FIRST_DRIVER = 12030
 """Of CUDA 12.3: older ones do not keep early launches in captured graphs."""
 
 
-def _overlaps() -> bool:
-    if triton.knobs.runtime.interpret or os.environ.get(OVERLAP) == "0" or driver_version() < FIRST_DRIVER:
-        return False
-    return bool(cuda_capability_geq(9) and not cuda_capability_geq(12))
-
-
 def driver_version() -> int:
-    """The CUDA version of the driver, as 12030 for 12.3; where there is none, as when kernels are only compiled, the
-    first that is good enough."""
+    """The CUDA version of the driver, as 12030 for 12.3; `FIRST_DRIVER` where none is there, to compile alone."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -39,6 +32,15 @@ def driver_version() -> int:
     version = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(version))
     return version.value
+
+
+IS_ALLOWED: Any = tl.constexpr(os.environ.get(OVERLAP) != "0" and driver_version() >= FIRST_DRIVER)
+"""Read once: a kernel must not find another value than the one that it was compiled with."""
+
+
+def _overlaps() -> bool:
+    may = bool(IS_ALLOWED) and not triton.knobs.runtime.interpret
+    return may and bool(cuda_capability_geq(9) and not cuda_capability_geq(12))
 
 
 can_overlap: Callable[[], Any] = triton.constexpr_function(_overlaps)
