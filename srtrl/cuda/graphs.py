@@ -5,9 +5,10 @@ them. A graph launches them all at once. It repeats the very calls that were cap
 must stay where it was: `StepGraphs.drop` is called whenever something has moved.
 """
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ Compute = Callable[[], None]
 
 
 class StepGraphs:
-    """Captures a graph of each kind of step when it comes for the second time, and replays it from then on.
+    """Captures a graph of each kind of step, and replays it from then on.
 
-    The first time its kernels are launched one by one, and compiled if need be; many a kind never comes again. When
-    there are too many graphs, the one that was used least recently is dropped. All graphs take their intermediate
-    tensors from one pool: they may overwrite each other's, for steps run one after the other, and what outlives a step
-    lies elsewhere.
+    The first time a kind comes, its kernels are launched one by one, and compiled if need be; many a kind never comes
+    again, so it is captured the second time, unless `prepare` has done so before. When there are too many graphs, the
+    one that was used least recently is dropped. All graphs take their intermediate tensors from one pool: they may
+    overwrite each other's, for steps run one after the other, and what outlives a step lies elsewhere.
     """
 
     def __init__(self, device: torch.device | None, *, max_graphs: int = MAX_GRAPHS) -> None:
@@ -74,6 +75,15 @@ class StepGraphs:
         self._known.add(key)
         return is_known
 
+    def prepare(self, steps: Mapping[Hashable, Compute]) -> None:
+        """Capture the graphs of these kinds, in this order; a kind that is new is computed once before."""
+        for key, compute in steps.items():
+            if key not in self._known:
+                if not self._open_stream(compute):
+                    compute()
+                self._known.add(key)
+            self._graphs[key] = self.capture(compute)
+
     def drop(self) -> None:
         """Forget all graphs: weights or pages have moved."""
         self._graphs.clear()
@@ -107,7 +117,7 @@ class StepGraphs:
         if torch.cuda.mem_get_info(self._device)[0] < SPARE_BYTES:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with _no_collection(), torch.cuda.stream(self._stream):
             # thread_local: what other threads do with CUDA meanwhile is not part of the capture and does not break it.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -118,3 +128,15 @@ class StepGraphs:
                 raise
             graph.capture_end()
         return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected: a kernel that is unloaded by it breaks a capture."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()

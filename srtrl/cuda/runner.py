@@ -20,8 +20,8 @@ from torch import Tensor
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
-from srtrl.cuda.shapes import MAX_GRAPH_ROWS, LaunchShape, ShapePlanner, row_edges
-from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, choose_split_keys, fill_tiles
+from srtrl.cuda.shapes import LaunchShape, ShapePlanner, row_edges
+from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, fill_tiles
 from srtrl.engine.rows import (
     Array,
     Int32Array,
@@ -150,7 +150,10 @@ class CudaRunner(Runner):
         self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """The device's work in a step; tests replace it by plain PyTorch."""
-        self._graphs = StepGraphs(device if is_cuda and options.cuda_graphs else None)
+        self._has_graphs = is_cuda and options.cuda_graphs
+        self._graphs = StepGraphs(device if self._has_graphs else None)
+        self._prepared: dict[Hashable, Callable[[], None]] = {}
+        """The steps whose graphs are captured together, by their keys."""
         self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
         """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
@@ -174,13 +177,28 @@ class CudaRunner(Runner):
         """See `Runner`."""
         return row_edges(max_rows)
 
+    def warm_up(self, *, compiles: bool) -> None:
+        """See `Runner`: capture the graphs of all steps that are worth one."""
+        if not compiles:
+            return
+        if not self._has_graphs:
+            self.time_step(1, 1, 1)
+            return
+        self._prepared = {
+            shape.graph_key: partial(self.compute, self._make_step(shape)) for shape in self.planner.graph_shapes()
+        }
+        self._staging.wait()
+        self._staging.host.zero_()  # each is computed once before, without tiles
+        self._staging.upload(len(self._staging.host))
+        self._drop_graphs_if_moved()
+
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`. Waits until the device has read the inputs of the step before."""
         shape = self.planner.shape(size)
         step = self._step = self._steps.get(shape) or self._make_step(shape)
         self._steps.move_to_end(shape)
         self._staging.wait()
-        step.host["split_keys"][0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
+        step.host["split_keys"][0] = self.planner.split_keys(size, shape)
         step.host["num_moves"][0] = num_moves = len(self._moves)
         step.host["moves"][:num_moves] = self._moves
         self._moves, self._num_rows = NO_MOVES, size.num_rows
@@ -204,10 +222,10 @@ class CudaRunner(Runner):
         self.inputs, shape = inputs, inputs.shape
         fill_tiles(step.host["tiles"], inputs, self._num_rows, step.shape.rows_per_tile)
         if self._may_have_moved:
-            self._drop_graphs_if_moved()
+            self._can_be_timed &= not self._drop_graphs_if_moved()
         try:
             self._staging.upload(step.num_elements)
-            can_capture = shape.num_rows <= MAX_GRAPH_ROWS
+            can_capture = step.shape.is_captured
             is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
             if filters is not None:
                 self._sample_filtered(step, filters)
@@ -332,12 +350,21 @@ class CudaRunner(Runner):
         )
         return step
 
-    def _drop_graphs_if_moved(self) -> None:
-        """Drop them where weights or pages lie elsewhere; with fewer pages all layers but the first have moved."""
+    def _drop_graphs_if_moved(self) -> bool:
+        """Where weights or pages lie elsewhere, drop the graphs, and capture the prepared steps again.
+
+        With fewer pages all layers but the first have moved.
+
+        Returns:
+            Whether they do.
+        """
         tensors = [*self.model.parameters(), self.cache.key_pages, self.cache.value_pages]
         addresses = (self.num_pages, *(tensor.data_ptr() for tensor in tensors))
-        if addresses != self._addresses:
+        has_moved = addresses != self._addresses
+        if has_moved:
             self._addresses = addresses
             self.num_graphs_dropped += len(self._graphs)
             self._graphs.drop()
+            self._graphs.prepare(self._prepared)
         self._may_have_moved = False
+        return has_moved

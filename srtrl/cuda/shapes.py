@@ -1,7 +1,8 @@
-"""The fixed sizes that decode steps take on a CUDA device: rows, tiles and page tables rounded up to a bucket.
+"""The fixed sizes that decode steps take on a CUDA device: few, and known before the first one.
 
-A captured graph runs one shape only, and a step costs what its shape costs, real rows or padding. So there are few
-shapes, and each is little larger than what it is for. Pure arithmetic on the host; nothing here looks at a device.
+A captured graph runs one shape only, and a step costs what its shape costs, real rows or padding. A shape follows from
+the number of rows, rounded up by a quarter at most, and from the height of the attention's blocks: some 100 shapes in
+all, which are captured when the engine warms up. Pure arithmetic on the host; nothing here looks at a device.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from srtrl.cuda.tiles import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
+from srtrl.cuda.tiles import (
+    MAX_NUM_SPLITS,
+    MIN_SPLIT_KEYS,
+    SCRATCH_LANES,
+    DeviceLimits,
+    choose_block_m,
+    choose_num_splits,
+    choose_split_keys,
+    next_power_of_two,
+    programs_per_device,
+)
 from srtrl.engine.draft_budget import MAX_ROWS
 from srtrl.engine.rows import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
@@ -20,7 +31,10 @@ MAX_GRAPH_ROWS = 2048
 
 MAX_SAMPLED_PROMPT_ROWS = 128
 """With no more prompt rows than this all rows of a step are sampled, though those of prompts need no token: fewer
-shapes are worth more than the time of their logits."""
+shapes are worth more than the time of their logits. A step with more prompt rows is not captured."""
+
+FULL_WAVES = 2
+"""Times that the programs of a step, with all of their splits, fill the device; those without keys end at once."""
 
 MIN_TABLE_TOKENS = 8192
 """Page tables are not made for fewer positions than this, if there are sequences as long: so narrow a table (2 KiB a
@@ -44,6 +58,11 @@ class LaunchShape(NamedTuple):
     def graph_key(self) -> "LaunchShape":
         """Steps with the same key launch the same kernels over the same addresses."""
         return self._replace(step=self.step._replace(num_tables=0))
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps of this shape are worth a graph."""
+        return self.step.num_rows == self.step.num_sampled <= MAX_GRAPH_ROWS
 
     def fields(self) -> Fields:
         """What a step copies to the device: `TiledRows.tiles` and `split_keys`, moves of KV, and `StepInputs`."""
@@ -82,7 +101,9 @@ class ShapePlanner:
         self._device = device
         self._max_tables = 2 * options.slots  # a sample may have a chunk and decode in the same step
         drafts = MAX_ROWS if options.draft_budget == "auto" else options.slots * options.draft_budget
+        self._max_sampled = options.slots + drafts
         self._max_rows = options.slots + options.prefill_chunk_tokens + max(MAX_ROWS, drafts)
+        self.least_width = padded_width(1, self.max_table_width, -(-MIN_TABLE_TOKENS // options.page_size))
 
     def largest(self) -> LaunchShape:
         """A shape that no step exceeds in any of its sizes."""
@@ -96,25 +117,56 @@ class ShapePlanner:
         )
         return LaunchShape(step, num_tiles=rows)
 
+    def graph_shapes(self) -> list[LaunchShape]:
+        """The shapes of all steps that are captured, where page tables have their least width; the largest first."""
+        most = min(MAX_GRAPH_ROWS, padded_rows(self._max_sampled + MAX_SAMPLED_PROMPT_ROWS))
+        edges = [rows for rows in row_edges(most) if rows <= most]
+        shapes: list[LaunchShape] = []
+        for before, rows in zip([0, *edges], edges, strict=False):
+            fewest = (before + 1) / min(rows, self._max_tables)  # rows of a sequence, on average
+            block_m = self._block_m(fewest)
+            while block_m <= self._block_m(rows):
+                shapes.append(self._launch(rows, rows, block_m, self.least_width, self._max_tables))
+                block_m *= 2
+        return shapes[::-1]
+
     def shape(self, size: StepSize) -> LaunchShape:
         """The bucket of a step."""
         assert size.max_keys <= self.max_positions
-        rows_per_sequence = size.rows_per_sequence
-        num_sequences, num_real = len(rows_per_sequence), size.num_rows
+        num_sequences, num_real = len(size.rows_per_sequence), size.num_rows
         assert num_real <= self._max_rows
         assert num_sequences <= self._max_tables
-        num_rows = padded_rows(num_real)
-        num_sampled = size.num_sampled
+        num_rows, num_sampled = padded_rows(num_real), size.num_sampled
         if num_sampled:
             samples_all = num_real - num_sampled <= MAX_SAMPLED_PROMPT_ROWS
             num_sampled = num_rows if samples_all else padded_rows(num_sampled)
-        block_m = choose_block_m(rows_per_sequence=num_real / num_sequences, group=self.group, head_dim=self._head_dim)
-        rows_per_tile = block_m // self.group
-        num_tiles = padded_tiles(int((-(-rows_per_sequence // rows_per_tile)).sum()), num_rows)
-        programs_at_once = programs_per_device(
-            block_m=block_m, head_dim=self._head_dim, dtype=self._dtype, device=self._device
+        table_width = padded_width(size.max_pages, self.max_table_width, self.least_width)
+        return self._launch(num_rows, num_sampled, self._block_m(num_real / num_sequences), table_width, num_sequences)
+
+    def split_keys(self, size: StepSize, shape: LaunchShape) -> int:
+        """Keys of one split of a step's tiles: `choose_split_keys`."""
+        num_tiles = int((-(-size.rows_per_sequence // shape.rows_per_tile)).sum())
+        wanted = choose_num_splits(
+            num_programs=num_tiles * self._num_kv_heads,
+            programs_at_once=self._programs_at_once(shape.block_m),
+            block_m=shape.block_m,
+            max_keys=size.max_keys,
+            mean_keys=float(size.num_keys.mean()),
         )
-        table_width = padded_width(size.max_pages, self.max_table_width, -(-MIN_TABLE_TOKENS // self.page_size))
+        return choose_split_keys(max_keys=size.max_keys, num_splits=min(wanted, shape.num_splits))
+
+    def _launch(
+        self, num_rows: int, num_sampled: int, block_m: int, table_width: int, num_sequences: int
+    ) -> LaunchShape:
+        """What follows from these: sequences have so many rows on average that blocks are no lower than `block_m`."""
+        rows_per_tile = block_m // self.group
+        lower = block_m // 2 // self.group  # rows of a sequence for which lower blocks would do
+        most_sequences = min(self._max_tables, num_rows // lower if block_m > self._block_m(0) else num_rows)
+        num_tiles = min(num_rows, most_sequences + num_rows // rows_per_tile)
+        num_programs = num_tiles * self._num_kv_heads
+        filling = next_power_of_two(-(-FULL_WAVES * self._programs_at_once(block_m) // num_programs))
+        by_room = SCRATCH_LANES // (num_programs * block_m)
+        by_length = -(-table_width * self.page_size // MIN_SPLIT_KEYS)
         step = StepShape(
             num_rows=num_rows,
             num_sampled=num_sampled,
@@ -127,23 +179,22 @@ class ShapePlanner:
             num_tiles=num_tiles,
             rows_per_tile=rows_per_tile,
             block_m=block_m,
-            num_splits=choose_num_splits(
-                num_programs=num_tiles * self._num_kv_heads,
-                programs_at_once=programs_at_once,
-                block_m=block_m,
-                max_keys=size.max_keys,
-                mean_keys=float(size.num_keys.mean()),
-                padded_keys=table_width * self.page_size,
-            ),
+            num_splits=max(1, min(filling, by_room, by_length, MAX_NUM_SPLITS)),
         )
+
+    def _block_m(self, rows_per_sequence: float) -> int:
+        return choose_block_m(rows_per_sequence=rows_per_sequence, group=self.group, head_dim=self._head_dim)
+
+    def _programs_at_once(self, block_m: int) -> int:
+        return programs_per_device(block_m=block_m, head_dim=self._head_dim, dtype=self._dtype, device=self._device)
 
 
 def padded_rows(num_rows: int) -> int:
-    """The bucket of a row count: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., 256, 288, ...: an eighth apart at most."""
+    """The bucket of a row count: 1, 2, 4, 8, 16, 24, ..., 64, 80, ..., 128, 160, ...: a quarter apart at most."""
     assert num_rows > 0
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
-    step = max(8, 1 << max((num_rows - 1).bit_length() - 4, 0))
+    step = max(8, 1 << max((num_rows - 1).bit_length() - 3, 0))
     return -(-num_rows // step) * step
 
 
@@ -153,18 +204,6 @@ def row_edges(max_rows: int) -> list[int]:
     while edges[-1] < max_rows:
         edges.append(padded_rows(edges[-1] + 1))
     return edges
-
-
-def padded_tiles(num_tiles: int, num_rows: int) -> int:
-    """The bucket of a tile count: `num_rows` (as many as there can be), 3/4 of it, half, 3/8, a quarter, ...
-
-    Keys are split by it, so padding leaves a third of the device idle at most where sequences are of one length.
-    """
-    assert num_tiles <= num_rows
-    while num_rows > 1 and -(-num_rows // 2) >= num_tiles:
-        num_rows = -(-num_rows // 2)
-    three_quarters = -(-3 * num_rows // 4)
-    return three_quarters if three_quarters >= num_tiles else num_rows
 
 
 def padded_width(table_width: int, largest: int, least: int) -> int:

@@ -2,8 +2,8 @@
 
 Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
 the kernel (`attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
-several programs share the keys of a tile. How many is part of a captured graph, so there are few such numbers; the keys
-of one split are read from the device.
+several programs share the keys of a tile. How many there are at most is part of a captured graph; the keys of one
+split, and so how many of them have any, are read from the device.
 
 What the kernel reads is `TiledRows`. M tiles.
 """
@@ -28,7 +28,7 @@ MAX_BLOCK_BYTES = 32 * 1024
 MIN_SPLIT_KEYS = 2 * KEY_BLOCK
 """No split is meant to be shorter: a block costs less than the start of a program and its combination."""
 
-MAX_NUM_SPLITS = 64
+MAX_NUM_SPLITS = 32
 
 SCRATCH_LANES = 2**17
 """Partial results that have room, of one query head over one split each: 64 MiB for heads of 128."""
@@ -145,13 +145,13 @@ def programs_per_device(*, block_m: int, head_dim: int, dtype: torch.dtype, devi
 
 
 def choose_num_splits(
-    *, num_programs: int, programs_at_once: int, block_m: int, max_keys: int, mean_keys: float, padded_keys: int
+    *, num_programs: int, programs_at_once: int, block_m: int, max_keys: int, mean_keys: float
 ) -> int:
     """Splits of the keys of each tile, so that programs fill the device and none is much longer than its share.
 
     With sequences of one length as many as fill the device once: one wave reads all keys together. Where they differ,
-    the longest program should take no longer than all of them together, spread over the device; this number is rounded
-    up to a power of two, for each one makes graphs of its own, and splits after the end of a sequence cost nothing.
+    the longest program should take no longer than all of them together, spread over the device: splits after the end
+    of a sequence cost nothing.
 
     Args:
         num_programs: Tiles times key-value heads.
@@ -159,14 +159,12 @@ def choose_num_splits(
         block_m: Lanes of a program.
         max_keys: Keys of the longest sequence.
         mean_keys: Keys of a sequence on average.
-        padded_keys: Keys that a sequence of this padded step may have at most.
     """
     wanted = programs_at_once // num_programs
     if max_keys > 1.5 * mean_keys:
-        balanced = programs_at_once * max_keys / (num_programs * mean_keys)
-        wanted = max(wanted, next_power_of_two(math.ceil(balanced)))
+        wanted = max(wanted, math.ceil(programs_at_once * max_keys / (num_programs * mean_keys)))
     by_room = SCRATCH_LANES // (num_programs * block_m)
-    return max(1, min(wanted, by_room, -(-padded_keys // MIN_SPLIT_KEYS), MAX_NUM_SPLITS))
+    return max(1, min(wanted, by_room, -(-max_keys // MIN_SPLIT_KEYS), MAX_NUM_SPLITS))
 
 
 def choose_split_keys(*, max_keys: int, num_splits: int) -> int:

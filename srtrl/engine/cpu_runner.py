@@ -13,6 +13,7 @@ from torch.nn import functional
 from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs, sample_rows_on_cpu, top_tokens_on_cpu
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.paged_attention import PagedPlan, TreeRows
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens
@@ -47,6 +48,11 @@ class CpuRunner(Runner):
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
         return list(range(ROW_MULTIPLE, max_rows + ROW_MULTIPLE, ROW_MULTIPLE))
+
+    def warm_up(self, *, compiles: bool) -> None:
+        """See `Runner`: set the threads of the kernels, and find row counts of equal products."""
+        set_cpu_threads()
+        self.check_products()
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`."""

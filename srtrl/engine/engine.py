@@ -23,7 +23,6 @@ from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
-from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, FinishReason, Purpose, Request, Response
 
@@ -474,16 +473,12 @@ class Engine:
         if self._is_warm:
             return
         self._is_warm = True
-        if isinstance(self.runner, CpuRunner):
-            set_cpu_threads()
-            self.runner.check_products()
+        self.runner.warm_up(compiles=self._compile_kernels is not None)
         if self._compile_kernels is not None:
             self._compile_kernels(not self.is_off)
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
         budgets_drafts = self.control.fixed is None
         if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.background.needs_cost):
-            if self.runner.is_asynchronous and self._compile_kernels is not None:
-                self.runner.time_step(slots, context, slots)  # compiles those of the device
             return
         self.control.cost.probe(
             lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),

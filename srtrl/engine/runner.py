@@ -96,6 +96,13 @@ class Runner(ABC):
         """Ascending row counts up to at least `max_rows`: steps are padded to the next one, so the cost rises there."""
 
     @abstractmethod
+    def warm_up(self, *, compiles: bool) -> None:
+        """Do once what the first steps would wait for; no page is in use.
+
+        `compiles`: also compile the kernels of a device; False where the first steps may do so.
+        """
+
+    @abstractmethod
     def inputs_for(self, size: StepSize) -> StepInputs:
         """Arrays for a step of this size, to fill (`rows.fill_inputs`) before `launch`; valid until the next call."""
 
