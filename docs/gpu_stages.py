@@ -40,7 +40,15 @@ STAGES = {
 }
 """Stage -> seconds it may take, of what is left of all. The other tests come last: they compile hundreds of kernels."""
 
-KERNEL_TESTS = ("triton_attention", "triton_layers", "triton_sampling", "runners", "gpu_update", "engine_cuda")
+KERNEL_TESTS = (
+    "triton_attention",
+    "triton_layers",
+    "triton_sampling",
+    "runners",
+    "gpu_update",
+    "engine_cuda",
+    "cuda_runner",
+)
 """Of `values`."""
 
 TAIL = 8
@@ -299,11 +307,18 @@ def update(device: str) -> list[Row]:
 def decode(device: str) -> list[Row]:
     """Milliseconds of a decode step beside the price that benchmarks without a device calculate with."""
     import numpy as np
+    import torch
     from h200 import H200_CURVE
 
-    rows = []
+    rows: list[Row] = []
     steps = ((8, 8), (64, 8), (64, 64), (256, 64), (512, 64), (256, 256), (512, 256), (1024, 256), (2048, 256))
     runner = build(device, num_layers=28, slots=256)
+    if device == "cuda":
+        free, started = torch.cuda.mem_get_info()[0], time.perf_counter()
+        runner.warm_up(compiles=True)
+        torch.cuda.synchronize()
+        row = {"graphs": len(runner._graphs), "seconds to capture them": round(time.perf_counter() - started, 2)}
+        rows.append(row | {"GiB": round((free - torch.cuda.mem_get_info()[0]) / 2**30, 2)})
     for num_rows, num_sequences in steps if device == "cuda" else ((8, 2),):
         seconds = [runner.time_step(num_rows, 512, num_sequences) for _ in range(20 if device == "cuda" else 1)]
         priced = float(np.interp(num_rows, [rows for rows, _ in H200_CURVE], [seconds for _, seconds in H200_CURVE]))
@@ -353,24 +368,24 @@ def draft_head(device: str) -> list[Row]:
     return rows
 
 
-ROLLOUTS = ((8, 12), (64, 60), (256, 100))
-"""Sequences at a time, and prompts of the recording, of each of which four samples are decoded and four known."""
+ROLLOUTS = ((8, 12, 0.5), (64, 60, 0.5), (256, 100, 0.5), (512, 100, 0.25))
+"""Sequences at a time, prompts of the recording, and the share of their eight samples that is known before."""
 
 
 def rollouts(device: str) -> list[Row]:
     """Whole rollouts without drafts and with `srt`, which has seen half of each prompt's samples."""
     rows = []
-    for slots, prompts in ROLLOUTS if device == "cuda" else ((2, 2),):
-        rows += rollout(device, slots, prompts)
+    for slots, prompts, history in ROLLOUTS if device == "cuda" else ((2, 2, 0.5),):
+        rows += rollout(device, slots, prompts, history)
     return rows
 
 
-def rollout(device: str, slots: int, prompts: int) -> list[Row]:
+def rollout(device: str, slots: int, prompts: int, history: float) -> list[Row]:
     """A row for each drafter."""
     shape = ("qwen2.5-1.5b", "bfloat16", "512") if device == "cuda" else ("tiny", "float32", "16")
     program = [sys.executable, "docs/bench_rollout.py", "--model-shape", shape[0], "--dtype", shape[1]]
-    options = ["--slots", str(slots), "--max-tokens", shape[2], "--prompts-used", str(prompts), "--history", "0.5"]
-    options += ["--repeats", "3", "--json"]
+    options = ["--slots", str(slots), "--max-tokens", shape[2], "--prompts-used", str(prompts)]
+    options += ["--history", str(history), "--repeats", "3", "--json"]
     trace, tokenizer = os.environ.get("TRACE"), os.environ.get("TOKENIZER")
     with tempfile.TemporaryDirectory() as unpacked:
         if trace:
