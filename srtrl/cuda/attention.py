@@ -89,11 +89,12 @@ def attend_tree(
     )
     if num_splits > 1:
         grid = (num_programs, block_m // group * group)
+        padded_splits = triton.next_power_of_2(num_splits)
         combine_splits[grid](
             *(rows.tiles, rows.split_keys, *results),
             **constants,
-            SPLITS=triton.next_power_of_2(num_splits),
-            num_warps=NUM_WARPS,
+            SPLITS=padded_splits,
+            num_warps=max(1, padded_splits // 8),  # thousands of small programs, each of which waits for its loads
             enable_fp_fusion=True,
             **overlap(),
         )
