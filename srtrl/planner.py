@@ -48,6 +48,7 @@ NUM_GPUS = (2, 4, 8, 16, 32, 64)
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
+    "model.gradient_checkpointing=half",
     "model.gradient_checkpointing=true",
     "train.micro_batch_tokens={longest}",
     "model.dtype=bfloat16",
@@ -237,6 +238,13 @@ def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[s
         )
     if not plan.fits:
         yield f"advice: {advise(recipe, config, plan)}"
+    elif recipe.model.gradient_checkpointing is True:
+        for text, less in (("false", False), ("half", "half")):
+            model = recipe.model.model_copy(update={"gradient_checkpointing": less})
+            changed = recipe.model_copy(update={"model": model})
+            if plan_memory(changed, config, plan.gpu_bytes, plan.num_gpus).fits:
+                yield f"advice: with model.gradient_checkpointing={text} it fits too, and updates are faster"
+                break
 
 
 def _verdict(recipe: Recipe, outcome: str) -> str:
@@ -329,10 +337,12 @@ def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
 
 @cache  # for other GPUs; sections hold lists, so that their JSON stands for them
 def _activation_bytes(config: ModelConfig, section: str, num_rows: int, num_keys: int) -> int:
-    """Peak of an update, beside weights, masters and gradients; layers are alike, so that two and three say it."""
-    settings = ModelSection.model_validate_json(section)
-    two, three = (_peak_bytes(replace(config, num_hidden_layers=n), settings, num_rows, num_keys) for n in (2, 3))
-    return two + (config.num_hidden_layers - 2) * (three - two)
+    """Peak of an update, beside weights, masters and gradients; pairs of layers are alike, so that two sizes say it."""
+    settings, num_layers = ModelSection.model_validate_json(section), config.num_hidden_layers
+    few = 2 + num_layers % 2
+    sizes = (replace(config, num_hidden_layers=number) for number in (few, few + 2))
+    low, high = (_peak_bytes(size, settings, num_rows, num_keys) for size in sizes)
+    return low + (num_layers - few) // 2 * (high - low)
 
 
 def _peak_bytes(config: ModelConfig, section: ModelSection, num_rows: int, num_keys: int) -> int:

@@ -124,15 +124,21 @@ def test_show_config_says_whether_a_step_fits_and_what_would_help(
         assert part in result.output
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 8}, "dtype": "float32"}]
+OPTIONS: list[dict[str, Any]] = [
+    {"gradient_checkpointing": "half"},
+    {},
+    {"gradient_checkpointing": True},
+    {"lora": {"rank": 8}, "dtype": "float32"},
+]
 
 
 @pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIONS[1:])])
-def test_two_and_three_layers_tell_the_activations_of_all(options: dict[str, Any]) -> None:
-    config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=5)
+def test_a_few_layers_tell_the_activations_of_all(options: dict[str, Any]) -> None:
     section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
-    found = planner._activation_bytes(config, section.model_dump_json(), 500, 900)
-    assert found == planner._peak_bytes(config, section, 500, 900)
+    for num_layers in (6, 7):
+        config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=num_layers)
+        found = planner._activation_bytes(config, section.model_dump_json(), 500, 900)
+        assert found == planner._peak_bytes(config, section, 500, 900)
 
 
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:

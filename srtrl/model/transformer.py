@@ -285,8 +285,8 @@ class Transformer(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config = config
-        self.gradient_checkpointing = False
-        """Recompute each layer in the backward pass instead of keeping its activations."""
+        self.gradient_checkpointing: bool | Literal["half"] = False
+        """Recompute each layer in the backward pass instead of keeping its activations; `half`: every second one."""
         self.softmax = PLAIN_SOFTMAX
         """What computes the log-probs of its update."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
@@ -319,10 +319,10 @@ class Transformer(nn.Module):
         """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says."""
         hidden = self.embed(token_ids)
         rotations = [table.rows(plan.positions, plan.num_positions, hidden.dtype) for table in self.rotary]
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+        mode = self.gradient_checkpointing if torch.is_grad_enabled() else False
         for index, layer in enumerate(self.layers):
             cosines, sines = rotations[self.layer_rotary[index]]
-            if recompute:  # no random state is kept, for nothing draws from it
+            if mode is True or (mode == "half" and index % 2 == 0):  # no random state is kept: nothing draws from it
                 hidden = checkpoint(
                     layer, hidden, cosines, sines, plan, index, use_reentrant=False, preserve_rng_state=False
                 )

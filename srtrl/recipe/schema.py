@@ -52,8 +52,8 @@ class ModelSection(Section):
     bfloat16 has float32 master weights, moments and gradient sums, without which small updates would vanish: 18
     bytes per parameter instead of 16, but matrix products and the decoder use the weights as they are.
     """
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["half"] = False
+    """Recompute each layer in the backward pass: less memory, about a third more time. `half`: every second layer."""
     lora: LoraSection | None = None
     """LoRA of the policy; by default all its weights learn. (The critic's, and those of a warm start, always do.)"""
 

@@ -186,6 +186,5 @@ class MasterAdamW(torch.optim.AdamW):
 def _hand_over(master: Tensor, parameter: Tensor) -> None:
     """Move a gradient from the model's tensor to its master, adding in float32."""
     if parameter.grad is not None:
-        gradient = parameter.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
         parameter.grad = None
