@@ -289,11 +289,13 @@ def update(device: str) -> list[Row]:
 
     rows, length = [], 1024 if device == "cuda" else 16
     policy, work = random_policy(device, 28), update_of(device, length)
-    matrix = torch.randn(8192 if device == "cuda" else 64, len(policy.embedding) // 20, device=device).bfloat16()
+    matrix = torch.randn(8192 if device == "cuda" else 64, 8192, device=device).bfloat16()
     multiplied = 2 * matrix.numel() * len(matrix) / median_seconds(device, lambda: matrix @ matrix.t())
     flops = model_flops(policy.config, [length] * 16, num_targets=14 * length)
-    for recomputes in (False, True):
+    for recomputes in (False, "half", True):
         policy.gradient_checkpointing = recomputes
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         rate = flops / median_seconds(device, work, 5)
         row = {
             "checkpointing": recomputes,
@@ -448,11 +450,11 @@ def training_math(device: str) -> list[Row]:
 
 
 def training_lora(device: str) -> list[Row]:
-    """The same of `lora_math_7b`, whose weights take 15 GB on the disk."""
-    return two_steps(device, "lora_math_7b", mean_tokens=700)
+    """The same of `lora_math_7b`, with shorter responses; its weights take 15 GB on the disk."""
+    return two_steps(device, "lora_math_7b", 300, "rollout.max_new_tokens=1024")
 
 
-def two_steps(device: str, recipe_name: str, mean_tokens: int) -> list[Row]:
+def two_steps(device: str, recipe_name: str, mean_tokens: int, *others: str) -> list[Row]:
     """A row per step, with random weights of the recipe's model's shape, which needs no download; tiny on a CPU.
 
     Lengths of responses are geometric with this mean, which the end tokens decide: random weights sample nearly
@@ -470,7 +472,13 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int) -> list[Row]:
     from srtrl.recipe.file import load_recipe
     from srtrl.run.checkpoint import save_policy
 
-    changes = ["log.trackers=[]", "eval={before_and_after: false}", "train.num_steps=2", "train.warmup_steps=0"]
+    changes = [
+        *others,
+        "log.trackers=[]",
+        "eval={before_and_after: false}",
+        "train.num_steps=2",
+        "train.warmup_steps=0",
+    ]
     if device == "cpu":
         changes += ["rollout.num_prompts=4", "rollout.num_samples=2", "rollout.max_new_tokens=30"]
         changes += ["model.dtype=float32", "device=cpu", "num_threads=1"]
