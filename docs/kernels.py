@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.tiles import DeviceLimits, programs_per_device
-from srtrl.cuda.update import FusedSoftmax, fused_gated
+from srtrl.cuda.update import FusedSoftmax, fused_gated, fused_rotate
 from srtrl.engine.runner import EngineOptions
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_cuda import CudaGuesses
@@ -44,7 +44,7 @@ SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228), 
 REGISTERS = 65_536
 """Of a multiprocessor."""
 
-OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"}
+OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows", "rotate_heads"}
 """They take long, and begin when all before them has ended."""
 
 KERNELS = {
@@ -186,15 +186,6 @@ def compile_kernels(everything: bool) -> dict[str, Any]:
         launches["mm"] += 1
         return out
 
-    def run_update() -> None:
-        zeros = torch.zeros(8)
-        for temperature, slope in ((1.0, None), (1.0, zeros), (0.7, zeros)):
-            inputs = (policy.embedding[:8], policy.embedding, zeros.long(), temperature)
-            FusedSoftmax().forward(*inputs, has_entropy=slope is not None)
-            FusedSoftmax().gradient(*inputs, Slopes(zeros, zeros, zeros, slope))
-        gate_up = policy.embedding.new_zeros(8, 2 * policy.config.intermediate_size, requires_grad=True)
-        fused_gated(gate_up, policy.config.style).sum().backward()  # type: ignore[no-untyped-call]
-
     driver.set_active(device)
     functional.linear = logits  # type: ignore[assignment]
     JITFunction.run = compile_only
@@ -213,12 +204,27 @@ def compile_kernels(everything: bool) -> dict[str, Any]:
             with Launches():  # type: ignore[no-untyped-call]
                 runner.time_step(num_rows, 30, num_sequences=num_sequences)
             counts = counts or {name: count // 2 for name, count in launches.items()}  # the first compiles
-        run_update()
+        run_update(policy)
         head = DraftHead(policy, policy.dtype, vocabulary=2048, seed=0)
         head.read(policy)
         zeros: Any = np.zeros(64, np.int64)
         CudaGuesses(head, runner, k=DRAFT_TOKENS, slots=64).launch(zeros, zeros, zeros, zeros, zeros)
     return {"kernels": list(found.values()), "step": counts}
+
+
+def run_update(policy: Transformer) -> None:
+    """Launch every kernel of the update."""
+    zeros, config = torch.zeros(8), policy.config
+    for temperature, slope in ((1.0, None), (1.0, zeros), (0.7, zeros)):
+        inputs = (policy.embedding[:8], policy.embedding, zeros.long(), temperature)
+        FusedSoftmax().forward(*inputs, has_entropy=slope is not None)
+        FusedSoftmax().gradient(*inputs, Slopes(zeros, zeros, zeros, slope))
+    gate_up = policy.embedding.new_zeros(8, 2 * config.intermediate_size, requires_grad=True)
+    fused_gated(gate_up, config.style).sum().backward()  # type: ignore[no-untyped-call]
+    heads = zeros.new_zeros(8, config.num_attention_heads + config.num_key_value_heads, config.head_dim)
+    heads = heads.to(policy.dtype).requires_grad_()
+    angles = policy.rotary[0].rows(zeros.long(), 1, policy.dtype)
+    fused_rotate(heads, *angles, config.rotary_dim, config.style).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def programs_at_once(registers: int, metadata: Any, capability: int) -> int:

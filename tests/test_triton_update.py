@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from srtrl.cuda import update
-from srtrl.cuda.update import FusedSoftmax, fused_gated
+from srtrl.cuda.update import FusedSoftmax, fused_gated, fused_rotate
 from srtrl.model.logprobs import PLAIN_SOFTMAX, Slopes, token_logprobs
-from srtrl.model.transformer import LLAMA, Style, gated
+from srtrl.model.transformer import LLAMA, RopeConfig, RotaryTable, Style, gated, rotate
 
 FUSED = FusedSoftmax()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -155,3 +155,25 @@ def test_the_gated_activation_and_its_gradient_round_as_plain_pytorch(
         torch.testing.assert_close(found, expected, rtol=rtol, atol=2e-5)
         if dtype == torch.bfloat16 and style == LLAMA:
             assert float((found == expected).float().mean()) > 0.98
+
+
+@DTYPES
+@pytest.mark.parametrize("num_heads", [2, 18])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (20, 20), (20, 8)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_rotation_and_its_gradient_have_the_bits_of_plain_pytorch(
+    interleaved: bool, head_dim: int, rotary_dim: int, num_heads: int, dtype: torch.dtype
+) -> None:
+    """Of heads that are a part of wider rows, in the update those of the fused projection, and of a scaled table."""
+    style = Style(interleaved=interleaved, attention_scale=0.7)
+    rope = RopeConfig(tuple(torch.linspace(1, 0.01, rotary_dim // 2).tolist()), factor=1.1)
+    positions = torch.tensor([0, 3, 200, 77, 5], device=KERNEL_DEVICE)
+    rotations = RotaryTable(rope, head_dim, style).rows(positions, 201, dtype)
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(5, num_heads + 2, head_dim, generator=generator).to(KERNEL_DEVICE, dtype).requires_grad_()
+    slopes = torch.randn(num_heads, 5, head_dim, generator=generator).to(KERNEL_DEVICE, dtype).transpose(0, 1)
+    outputs = [compute(wide[:, :num_heads], *rotations, rotary_dim, style) for compute in (fused_rotate, rotate)]
+    gradients = [torch.autograd.grad(one, wide, slopes, retain_graph=True)[0] for one in outputs]
+    for found, expected in (outputs, gradients):
+        assert found.dtype == dtype
+        assert torch.equal(found, expected)

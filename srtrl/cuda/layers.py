@@ -23,7 +23,8 @@ from srtrl.cuda.tiles import AttentionScratch, TiledRows
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import LLAMA, Layer, Style, Transformer
 
-_HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
+HEADS_AT_ONCE = 16
+"""Heads of a row that one program of `rope_and_store` takes, and of the update's rotation."""
 _NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated` takes
 _PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
 GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -304,7 +305,7 @@ def rope_and_store(
     assert rotary.dtype == qkv.dtype == keys.dtype
     q_weight, k_weight = (rotary, rotary) if qk_norm is None else qk_norm
     queries = qkv.new_empty(num_rows, num_heads, head_dim)
-    at_once = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_all))
+    at_once = min(HEADS_AT_ONCE, triton.next_power_of_2(num_all))
     rope_and_store_heads[(num_rows, triton.cdiv(num_all, at_once))](
         *(qkv, rotary, positions, kv_indices, queries, keys, values, q_weight, k_weight, eps),
         NUM_HEADS=num_heads,
@@ -353,8 +354,7 @@ def rope_and_store_heads(
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
-    partners = lanes ^ 1 if INTERLEAVED else (lanes + ROTARY // 2) % ROTARY  # the other number of each rotated pair
-    partners = tl.where(lanes < ROTARY, partners, lanes)
+    partners = partner_lanes(lanes, ROTARY, INTERLEAVED)
     inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (lanes < HEAD_DIM)
     is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
     source = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * HEAD_DIM
@@ -377,6 +377,13 @@ def rope_and_store_heads(
     tl.store(key, turned, mask=stored & (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS))
     value = values + (index * NUM_KV_HEADS + heads - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM + lanes
     tl.store(value, loaded, mask=stored & is_value)
+
+
+@jit
+def partner_lanes(lanes: tl.tensor, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
+    """The other number of each rotated pair; of a number that is not rotated itself."""
+    partners = lanes ^ 1 if INTERLEAVED else (lanes + ROTARY // 2) % ROTARY
+    return tl.where(lanes < ROTARY, partners, lanes)
 
 
 @jit

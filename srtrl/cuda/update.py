@@ -6,7 +6,12 @@ the logits for the entropy. The backward pass computes the logits again, as plai
 writes their gradient over them. So nothing [C, V] is float32, and nothing that is saved is overwritten.
 
 The MLP's gated activation. Of its passes only the rows of the fused projection are kept, [T, 2 I]; plain PyTorch keeps
-the activated half, too. Each kernel rounds where PyTorch's operations round. Letters: `srtrl/model/logprobs.py`.
+the activated half, too.
+
+The rotation. Forward and backward are one kernel, for the gradient is rotated back; plain PyTorch launches four for
+each, of which those that multiply all heads of a row by its cosines are slow.
+
+Each kernel rounds where PyTorch's operations round. Letters: `srtrl/model/logprobs.py`.
 """
 
 from typing import Any, cast
@@ -19,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from srtrl.cuda.jit import jit
-from srtrl.cuda.layers import GELU_SCALE, gated, load_gates, rounded
+from srtrl.cuda.layers import GELU_SCALE, HEADS_AT_ONCE, gated, load_gates, partner_lanes, rounded
 from srtrl.model.logprobs import Slopes, Softmax
 from srtrl.model.transformer import Layer, Style, Transformer
 
@@ -33,7 +38,7 @@ def fuse_update(model: Transformer) -> None:
     """Let the passes of the update through `model`, which is on a CUDA device, use the kernels of this file."""
     model.softmax = FusedSoftmax()
     for layer in model.layers:
-        cast(Layer, layer).gated = fused_gated
+        cast(Layer, layer).gated, cast(Layer, layer).rotate = fused_gated, fused_rotate
 
 
 class FusedSoftmax(Softmax):
@@ -220,3 +225,76 @@ def gated_gradient_rows(
     target = gradient + row * 2 * WIDTH + columns
     tl.store(target, rounded(slope * up, dtype) * derivative, mask=inside)
     tl.store(target + WIDTH, slope * activated, mask=inside)
+
+
+def fused_rotate(heads: Tensor, cosines: Tensor, sines: Tensor, rotary_dim: int, style: Style) -> Tensor:
+    """`transformer.rotate`, differentiable by `heads` [T, H, E]."""
+    return cast(Tensor, _Rotation.apply(heads, cosines, sines, rotary_dim, style))  # type: ignore[no-untyped-call]
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor, rotary_dim: int, style: Style) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        ctx.rotary_dim, ctx.style = rotary_dim, style
+        return _rotated(heads, cosines, sines, rotary_dim, style, is_back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+        cosines, sines = ctx.saved_tensors
+        gradient = _rotated(slopes.contiguous(), cosines, sines, ctx.rotary_dim, ctx.style, is_back=True)
+        return gradient, None, None, None, None
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, rotary_dim: int, style: Style, *, is_back: bool) -> Tensor:
+    num_rows, num_heads, head_dim = heads.shape
+    assert heads.stride()[1:] == (head_dim, 1)
+    assert cosines.stride() == sines.stride()
+    out = heads.new_empty(heads.shape)
+    at_once = min(HEADS_AT_ONCE, triton.next_power_of_2(num_heads))
+    rotate_heads[(num_rows, triton.cdiv(num_heads, at_once))](
+        *(heads, cosines, sines, out, heads.stride(0), cosines.stride(0)),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim),
+        HEADS_AT_ONCE=at_once,
+        ROTARY=rotary_dim,
+        INTERLEAVED=style.interleaved,
+        IS_BACK=is_back,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@jit
+def rotate_heads(
+    heads: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    angle_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IS_BACK: tl.constexpr,
+) -> None:
+    """One program per row and group of heads; back, the sines of a pair change places, which is their sign."""
+    dtype: tl.constexpr = heads.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    lanes = tl.arange(0, BLOCK)[None, :]
+    is_lane = lanes < HEAD_DIM
+    inside = (head < NUM_HEADS) & is_lane
+    source = heads + row * stride + head * HEAD_DIM
+    x = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(source + partner_lanes(lanes, ROTARY, INTERLEAVED), mask=inside, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + row * angle_stride + lanes, mask=is_lane, other=0.0).to(tl.float32)
+    sine = tl.load(sines + row * angle_stride + lanes, mask=is_lane, other=0.0).to(tl.float32)
+    turned = rounded(partner * (-sine if IS_BACK else sine), dtype)
+    tl.store(out + (row * NUM_HEADS + head) * HEAD_DIM + lanes, rounded(x * cosine, dtype) + turned, mask=inside)

@@ -151,10 +151,10 @@ class RotaryTable:
         return (table.to(torch.promote_types(dtype, torch.float32)) * scale).to(device=device, dtype=dtype)
 
 
-def rotate(heads: Tensor, cosines: Tensor, sines: Tensor, rotary_dim: int, *, interleaved: bool = False) -> Tensor:
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor, rotary_dim: int, style: Style = LLAMA) -> Tensor:
     """Rotary embedding of `heads` [T, H, E], of whose numbers the first `rotary_dim` are rotated; see `Style`."""
     rotated = heads if rotary_dim == heads.shape[-1] else heads[..., :rotary_dim]
-    if interleaved:
+    if style.interleaved:
         swapped = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         swapped = rotated.roll(rotary_dim // 2, dims=-1)  # the sign of the first half is in `sines`
@@ -216,6 +216,8 @@ class Layer(nn.Module):
         self.window = window
         self.gated: Callable[[Tensor, Style], Tensor] = gated
         """The MLP's activation; a device may have its own."""
+        self.rotate: Callable[[Tensor, Tensor, Tensor, int, Style], Tensor] = rotate
+        """The rotary embedding, likewise."""
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -273,7 +275,7 @@ class Layer(nn.Module):
             else:
                 q, k = qk.flatten(1).split_with_sizes((len(self.q_norm), len(self.k_norm)), dim=1)
                 qk = torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm)), dim=1).view(qk.shape)
-        qk = rotate(qk, cosines, sines, self.rotary_dim, interleaved=self.style.interleaved)
+        qk = self.rotate(qk, cosines, sines, self.rotary_dim, self.style)
         q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         return q, k, v
 
