@@ -47,6 +47,7 @@ from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model
 from srtrl.run.folder import check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.place import StartFlags
+from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
@@ -137,6 +138,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
         device = choose_device(recipe)
+        if recipe.repeatable and device.type == "cuda":
+            fix_workspace()
         is_lora = recipe.model.lora is not None  # then the optimizer's state makes the policy of the base model
         first = locate(recipe.model.path) if is_lora else checkpoint or recipe.model.path
         policy = build_policy(recipe, str(first), device)

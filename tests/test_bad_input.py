@@ -42,6 +42,7 @@ ABBREVIATIONS = {
         'task={name: prompts, options: {train: {files: [prompts.jsonl]}}}' 'rewards=[{name: "flawed:long"}]'
     """,
     "PARTIAL": "rollout.mode=partial algorithm.old_logprobs=recompute",
+    "FIXED": "rollout.slots=4 rollout.kv_memory_gib=1 rollout.draft_budget=4 rollout.run_ahead_max_slowdown=null",
 }
 ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "dora": ("./policy", "model.layers.0.self_attn.q_proj", {"use_dora": True}),

@@ -88,6 +88,7 @@ NOT_CODE = (
 )
 NOT_IN_A_RECIPE = {
     "output_dir": "where a run goes is not the recipe's business: a user gives it",
+    "repeatable": "two runs on one GPU, to be compared bit by bit (docs/exactness.md)",
     "model.tokenizer": "of policies whose folder has none (docs/logging.md)",
     "model.lora.base": "memory of a GPU: the planner proposes it (docs/lora.md)",
     "grading.timeout_seconds": "a judge or a verifier that takes longer (docs/grading.md)",

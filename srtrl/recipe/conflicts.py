@@ -153,6 +153,33 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+NO_AUTO = "expected a number: `auto` depends on free memory or measured time"
+NO_FILTER = "torch sums its filter in no fixed order: expected"
+
+REPEATABLE: tuple[Rule, ...] = (
+    ("rollout.slots", lambda r: r.rollout.slots == "auto", NO_AUTO),
+    ("rollout.kv_memory_gib", lambda r: r.rollout.kv_memory_gib == "auto", NO_AUTO),
+    ("rollout.draft_budget", lambda r: _drafts(r) and r.rollout.draft_budget == "auto", NO_AUTO),
+    (
+        "rollout.run_ahead_max_slowdown",
+        lambda r: _drafts(r) and r.rollout.run_ahead_max_slowdown is not None,
+        "run-aheads depend on measured time: expected null",
+    ),
+    ("rollout.environment.name", lambda r: r.rollout.environment, "its answers take time: expected no environment"),
+    (
+        "rollout.dynamic_sampling",
+        lambda r: r.rollout.dynamic_sampling and r.rollout.mode == "on_policy",
+        "draws begin when groups are graded: expected false",
+    ),
+    ("eval.top_k", lambda r: r.eval.top_k > 0, f"{NO_FILTER} 0"),
+    ("eval.top_p", lambda r: r.eval.top_p < 1, f"{NO_FILTER} 1"),
+)
+"""What would give a run with `repeatable: true` other bits the next time, on a device that is not a CPU."""
+
+
+def _drafts(recipe: Recipe) -> bool:
+    return recipe.rollout.drafter != "none" and recipe.rollout.draft_budget != 0
+
 
 def _value(recipe: Recipe, key: str) -> Any:
     return reduce(getattr, key.split("."), recipe)
@@ -167,3 +194,6 @@ def find_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     for key, is_broken, message in RULES:
         if is_broken(recipe):
             yield key, f"{message.format(**dict(recipe))}, found {_value(recipe, key)}"
+    for key, is_broken, message in REPEATABLE if recipe.repeatable and recipe.device != "cpu" else ():
+        if is_broken(recipe):
+            yield key, f"with repeatable: true on a GPU, {message}, found {_value(recipe, key)}"

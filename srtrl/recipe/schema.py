@@ -289,6 +289,9 @@ class Recipe(Section):
     """Folder of the run folders."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of data order, sampling and initialisation."""
+    repeatable: bool = False
+    """Two runs on one GPU give the same bits: sums have a fixed order, and what depends on time is refused
+    (docs/exactness.md). On a CPU all runs do."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` (CUDA where present), `cpu` or `cuda`."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)

@@ -31,6 +31,7 @@ from srtrl.run.metrics import (
 )
 from srtrl.run.place import StartFlags
 from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
+from srtrl.run.repeatable import fixed_order
 from srtrl.run.trackers import log_samples, start_trackers
 from srtrl.trainer.credit import Credit, CreditAssigner, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
@@ -130,6 +131,8 @@ class Trainer:
         An earlier run is changed last, when nothing can refuse any more.
         """
         with ExitStack() as stack:
+            if self.recipe.repeatable and self.policy.device.type == "cuda":
+                stack.enter_context(fixed_order())
             with ranks.synchronized("loading the state of the run"):
                 if self.checkpoint is not None:
                     self.restore(self.checkpoint)
