@@ -149,14 +149,14 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         columns = build_columns(recipe, policy, optimizer, reference, critic)
-        learner = PolicyLearner(policy, optimizer, recipe)
-        learners: list[Learner] = [*([] if critic is None else [critic]), learner]
+        policy_learner = PolicyLearner(policy, optimizer, recipe)
+        learners: list[Learner] = [*([] if critic is None else [critic]), policy_learner]
         # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
-        # One model after the other learns.
-        reserved_bytes = max(one.optimizer.gradient_bytes for one in learners)
+        # One model learns after the other.
+        reserved_bytes = max(learner.optimizer.gradient_bytes for learner in learners)
         head = None
         if draft_head is not None:
-            learner.observers.append(draft_head)
+            policy_learner.observers.append(draft_head)
             head = draft_head.head
             reserved_bytes += draft_head.optimizer.gradient_bytes
             head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
@@ -178,6 +178,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             credit=credit,
             columns=columns,
             learners=learners,
+            policy=policy_learner,
             saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
