@@ -44,7 +44,7 @@ from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
-from srtrl.run.folder import check_run_folder
+from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.place import StartFlags
 from srtrl.run.trackers import check_trackers
@@ -132,7 +132,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
         tokenizer = build_tokenizer(recipe)
         end_ids = response_end_ids(recipe.model.path, tokenizer)
-        turns = build_turns(recipe, tokenizer)
+        turns = build_turns(recipe, tokenizer, recipe.folder / OBSERVATIONS)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
@@ -475,14 +475,19 @@ def build_background(
     return partial(RunAhead, max_slowdown=slowdown)
 
 
-def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Turns:
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> Turns:
     """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
+
+    Args:
+        recipe: Its `rollout.environment`, if there is one.
+        tokenizer: The policy's.
+        record_folder: Of the environment's answers in a training run, see `EnvironmentTurns`.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer)
+    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer, record_folder)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

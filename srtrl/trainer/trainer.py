@@ -213,11 +213,12 @@ class Trainer:
                 with self._stage("compile"), reporting_compilation(self.progress.compiling):
                     self.context.engine.warm_up()
                 if self.step == 0 and self.evaluates_ends:
-                    self.context.turns.use_record(self.run.observations(0))
+                    self.context.turns.begin_step(0)
                     self._write_row(metrics := self.evaluate())
                     self.progress.say(f"before training: {describe_held_out(metrics)}")
                 self.is_stopping = self._should_stop()
                 while self.step < self.recipe.train.num_steps and not self.is_stopping:
+                    self.context.turns.begin_step(self.step + 1)
                     self.train_step(self.step + 1)
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
             raise TrainingStoppedError(f"{error}\n{how_to_resume(self.run.checkpoints)}") from error
@@ -225,7 +226,6 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
-        self.context.turns.use_record(self.run.observations(step))
         parts, context = self.parts, UpdateContext(recipe=self.recipe, step=step)
         rollouts = parts.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
