@@ -229,11 +229,12 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
     """Decode new prompts of a run that has ended."""
     recipe = load_recipe(path, overrides)
     trainer = Trainer(build_parts(recipe, resume=True), console=Console(quiet=True))
-    engine, head, checkpoint = trainer.engine, trainer.engine.drafter, trainer.checkpoint
+    engine, checkpoint = trainer.context.engine, trainer.parts.checkpoint
+    head = engine.drafter
     assert isinstance(head, HeadDrafter), "the recipe has no draft head"
     assert checkpoint is not None, "the run has no checkpoint"
     trainer.restore(checkpoint)
-    sampling = train_sampling(recipe, trainer.rollout_context.end_ids)
+    sampling = train_sampling(recipe, trainer.context.end_ids)
     requests = [
         Request(
             prompt_id=prompt.prompt_id,
@@ -244,7 +245,7 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
             sampling=sampling,
             purpose="train",
         )
-        for draw, prompt in enumerate(trainer.task.train_prompts[-num_prompts:])
+        for draw, prompt in enumerate(trainer.parts.task.train_prompts[-num_prompts:])
         for sample in range(recipe.rollout.num_samples)
     ]
     no_phrases = load_recipe(path, [*overrides, "rollout.drafter_options={other_prompts: false}"])
@@ -431,9 +432,9 @@ def step_figures() -> None:
         for name in ("each sequence alone", "what they share once"):
             recipe = load_recipe(Path("recipes/quickstart.yaml"), [*options, f"name=run-{len(trainers)}"])
             trainer = trainers[name] = stack.enter_context(Trainer(build_parts(recipe)))
-            trainer.engine.warm_up()
+            trainer.context.engine.warm_up()
             steps[name] = Clock(stack, trainer, "train_step")
-            updates[name] = Clock(stack, trainer.learners[-1], "learn")
+            updates[name] = Clock(stack, trainer.parts.policy, "learn")
         trl = trl_trainer(trainer, folder)
         generation = Clock(stack, trl, "_generate_and_score_completions")
 
@@ -468,9 +469,9 @@ def trl_trainer(ours: Trainer, folder: str) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    recipe, tokenizer = ours.recipe, ours.rollout_context.tokenizer
+    recipe, tokenizer = ours.recipe, ours.context.tokenizer
     rollout, train = recipe.rollout, recipe.train
-    draws = [ours.sampler.prompt_of(number) for number in range((NUM_STEPS + 1) * rollout.num_prompts)]
+    draws = [ours.parts.sampler.prompt_of(number) for number in range((NUM_STEPS + 1) * rollout.num_prompts)]
     assert all(tuple(tokenizer(prompt.text)["input_ids"]) == prompt.token_ids for prompt in draws)
     config = GRPOConfig(
         output_dir=f"{folder}/trl",

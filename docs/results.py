@@ -45,7 +45,8 @@ def train(name: str, drafter: str, folder: str) -> dict[str, Any]:
     cost = StepCost(points=H200_CURVE)
     parts = build_parts(load_recipe(RECIPES / f"{name}.yaml", settings))
     with Trainer(parts, console=Console(quiet=True)) as trainer:
-        engine, record, prices = trainer.engine, trainer.engine._record, []
+        engine, prices = parts.context.engine, []
+        record = engine._record
 
         def priced(step: Any, trees: Any, *others: Any, **options: Any) -> None:
             prices.append(cost.seconds(len(step.slots) + trees.num_nodes + step.num_prompt_rows))
@@ -56,7 +57,7 @@ def train(name: str, drafter: str, folder: str) -> dict[str, Any]:
         for step in range(1, NUM_STEPS + 1):
             trainer.train_step(step)
         digest = hashlib.sha256()
-        for key, tensor in sorted(trainer.policy.state_dict().items()):
+        for key, tensor in sorted(parts.policy.model.state_dict().items()):
             digest.update(key.encode() + tensor.detach().contiguous().cpu().numpy().tobytes())
         rows = read_metrics(trainer.run.path / "metrics.jsonl")
     halves = [rows[: NUM_STEPS // 2], rows[NUM_STEPS // 2 :]]

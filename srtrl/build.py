@@ -44,7 +44,7 @@ from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
-from srtrl.run.folder import check_run_folder
+from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.place import StartFlags
 from srtrl.run.repeatable import fix_workspace
@@ -133,7 +133,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
         tokenizer = build_tokenizer(recipe)
         end_ids = response_end_ids(recipe.model.path, tokenizer)
-        turns = build_turns(recipe, tokenizer)
+        turns = build_turns(recipe, tokenizer, recipe.folder / OBSERVATIONS)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
@@ -152,14 +152,14 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         columns = build_columns(recipe, policy, optimizer, reference, critic)
-        learner = PolicyLearner(policy, optimizer, recipe)
-        learners: list[Learner] = [*([] if critic is None else [critic]), learner]
+        policy_learner = PolicyLearner(policy, optimizer, recipe)
+        learners: list[Learner] = [*([] if critic is None else [critic]), policy_learner]
         # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
-        # One model after the other learns.
-        reserved_bytes = max(one.optimizer.gradient_bytes for one in learners)
+        # One model learns after the other.
+        reserved_bytes = max(learner.optimizer.gradient_bytes for learner in learners)
         head = None
         if draft_head is not None:
-            learner.observers.append(draft_head)
+            policy_learner.observers.append(draft_head)
             head = draft_head.head
             reserved_bytes += draft_head.optimizer.gradient_bytes
             head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
@@ -181,6 +181,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             credit=credit,
             columns=columns,
             learners=learners,
+            policy=policy_learner,
             saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
@@ -477,14 +478,19 @@ def build_background(
     return partial(RunAhead, max_slowdown=slowdown)
 
 
-def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Turns:
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> Turns:
     """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
+
+    Args:
+        recipe: Its `rollout.environment`, if there is one.
+        tokenizer: The policy's.
+        record_folder: Of the environment's answers in a training run, see `EnvironmentTurns`.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer)
+    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer, record_folder)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

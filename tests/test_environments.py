@@ -119,8 +119,10 @@ class EvaluatesLater(EnvironmentBase):
 ENVIRONMENTS = {one.__name__: one for one in (Echo, Evaluates, EvaluatesLater, BrokenAtStart)}
 
 
-def talk(environment: type[EnvironmentBase], tokenizer: Any = TOKENIZER, **section: Any) -> EnvironmentTurns:
-    return EnvironmentTurns(section_of(environment, **section), tokenizer)
+def talk(
+    environment: type[EnvironmentBase], tokenizer: Any = TOKENIZER, folder: Path | None = None, **section: Any
+) -> EnvironmentTurns:
+    return EnvironmentTurns(section_of(environment, **section), tokenizer, folder)
 
 
 def ending_of(answer: Answer) -> Conversation:
@@ -172,8 +174,8 @@ def test_limits_have_names_and_mistakes_of_an_author_are_texts(
     section = {key: limits[key] for key in limits.keys() & EnvironmentSection.model_fields}
     others = {key: limits[key] for key in limits.keys() - section}
     token_ids = [token for part in turn.split("/") for token in encode(part)]
-    with talk(environment, **section) as conversations:
-        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
+    with talk(environment, folder=tmp_path / "observations", **section) as conversations:
+        conversations.begin_step(1)
         answer = ask(conversations, completion_of(token_ids, **others))
     if answer.conversation is not None:
         assert ending_of(answer).stop_reason == expected
@@ -239,7 +241,7 @@ def test_an_environment_that_raises_ends_the_run_only_where_it_always_does(envir
             conversations.check_not_all_raised("step 3")
         ask(conversations, completion_of(encode("Step(observation='fine')"), sample=2))
         conversations.check_not_all_raised("step 3")
-        conversations.use_record(None)
+        conversations.begin_step(4)
         conversations.check_not_all_raised("step 4")
 
 
@@ -362,8 +364,8 @@ def test_threads_start_when_needed_and_waiting_for_one_is_no_time_of_a_step(monk
 def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
     path = tmp_path / "observations" / "step_000001.jsonl"
     turns = [completion_of(encode("one"))]
-    with talk(Echo) as conversations:
-        conversations.use_record(path)
+    with talk(Echo, folder=path.parent) as conversations:
+        conversations.begin_step(1)
         first = ask(conversations, turns[0])
         turns.append(completion_of(encode("two"), turns[0], first.extension))
         second = ask(conversations, turns[1])
@@ -374,8 +376,8 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
     changed["step"]["observation"] = "from the record"
     changed["crc32"] = checksum(changed)
     path.write_bytes(b"\n".join([json.dumps(changed).encode(), *lines[1:]]))
-    with talk(Echo) as conversations:
-        conversations.use_record(path)
+    with talk(Echo, folder=path.parent) as conversations:
+        conversations.begin_step(1)
         assert ask(conversations, turns[0]).extension == encode("from the record")
         assert ask(conversations, turns[1]).extension == second.extension
         third = ask(conversations, completion_of(encode("three"), turns[1], second.extension))
@@ -393,8 +395,8 @@ def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tm
     path = tmp_path / "observations" / "step_000001.jsonl"
     first = completion_of(encode("raise this"))
     for _ in range(2):  # the second time, the environment sees the first turn late
-        with talk(Echo) as conversations:
-            conversations.use_record(path)
+        with talk(Echo, folder=path.parent) as conversations:
+            conversations.begin_step(1)
             answer = ask(conversations, first)
             assert "error: RuntimeError: raise this" in TOKENIZER.decode(answer.extension)
             content = path.read_bytes()
@@ -402,8 +404,8 @@ def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tm
             assert later.extension == encode("2:two")
         path.write_bytes(content)  # killed before the later answer came
     for _ in range(2):  # the second time, the environment is asked again
-        with talk(Echo, max_turns=1) as conversations:
-            conversations.use_record(path)
+        with talk(Echo, folder=path.parent, max_turns=1) as conversations:
+            conversations.begin_step(1)
             ask(conversations, first)
             with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
                 conversations.check_not_all_raised("step 1")

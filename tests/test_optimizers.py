@@ -31,7 +31,6 @@ from srtrl.rollout.packing import PackedBatch, pack, sharing_order
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.trainer import Trainer
 from srtrl.types import TrainSequence
 
 RATE = 1e-3
@@ -288,7 +287,7 @@ def test_a_run_is_exported_and_started_from_its_adapter(
     files = {path.name for path in (tmp_path / "exported").iterdir()}
     assert files == {*ADAPTER_FILES, "README.md", "tokenizer.json", "tokenizer_config.json"}
     again = tiny_run.make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
-    policy_again = Trainer(build_parts(again)).policy
+    policy_again = build_parts(again).policy.model
     saved = load_model(checkpoint, dtype=policy_again.dtype, device="cpu")
     assert all(map(torch.equal, policy_again.parameters(), saved.parameters()))
     loaded = load_policy(tmp_path / "exported", dtype=policy_again.dtype, device="cpu")

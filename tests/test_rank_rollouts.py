@@ -365,18 +365,19 @@ def test_metrics_of_a_users_drafter_are_means_or_the_sums_that_it_names(monkeypa
 def test_a_record_of_any_number_of_ranks_is_found_by_any(tmp_path: Path) -> None:
     path = tmp_path / "observations" / "step_000001.jsonl"
     said = [completion_of((20, 21 + sample), sample=sample) for sample in range(3)]
+    parts: Any = section_of(Digits), TOKENIZER, path.parent
     answers = []
     for rank, completion in enumerate(said):
-        with ranks.use(rank, len(said)), EnvironmentTurns(section_of(Digits), TOKENIZER) as conversations:
-            conversations.use_record(path)
+        with ranks.use(rank, len(said)), EnvironmentTurns(*parts) as conversations:
+            conversations.begin_step(1)
             answers.append(ask(conversations, completion))
     names = ["step_000001.jsonl", "step_000001.rank1.jsonl", "step_000001.rank2.jsonl"]
     assert sorted(one.name for one in path.parent.iterdir()) == names
     known = {name: (path.parent / name).read_bytes() for name in names}
     with (path.parent / names[2]).open("ab") as file:
         file.write(b'{"key"')  # that rank is still writing
-    with ranks.use(1, len(said)), EnvironmentTurns(section_of(Digits), TOKENIZER) as conversations:
-        conversations.use_record(path)
+    with ranks.use(1, len(said)), EnvironmentTurns(*parts) as conversations:
+        conversations.begin_step(1)
         for completion, answer in zip(said, answers, strict=True):
             assert ask(conversations, completion).extension == answer.extension
     assert {name: (path.parent / name).read_bytes() for name in names[:2]} == {name: known[name] for name in names[:2]}

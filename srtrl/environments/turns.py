@@ -49,8 +49,15 @@ class EnvironmentTurns(Turns):
 
     has_turns = True
 
-    def __init__(self, section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None
+    ) -> None:
         """Resolve the environment and its format.
+
+        Args:
+            section: The recipe's `rollout.environment`.
+            tokenizer: The policy's.
+            record_folder: For a file of answers of each step (see `begin_step`); without it none are kept.
 
         Raises:
             ValueError: a name or an option is incorrect, or the format does not fit the tokenizer.
@@ -68,7 +75,7 @@ class EnvironmentTurns(Turns):
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
         """By id and text of either: a prompt, and the prompt with the environment's first messages."""
         self._pending: list[PendingTurn] = []
-        self._record = Record(None)
+        self._record_folder, self._record = record_folder, Record(None)
         self._num_samples: Counter[bool] = Counter()
         """Samples of this step that have ended, by whether their environment has raised."""
         self._first_traceback = ""
@@ -182,14 +189,15 @@ class EnvironmentTurns(Turns):
         environment = sample.environment = self.environment_class(self.options, self._shared)
         return environment, environment.start(sample.prompt) or ()
 
-    def use_record(self, path: Path | None) -> None:
-        """Begin a step: use the answers in this file, and write new ones into it.
+    def begin_step(self, step: int) -> None:
+        """See `Turns`; uses the answers in the step's file in the record folder, and writes new ones into it.
 
         Each rank but the first writes into a file of its own (`step_000001.rank1.jsonl` beside `step_000001.jsonl`),
         and all ranks read all of them.
         """
         self._record.close()
-        self._record = Record(path, ranks.index())
+        if self._record_folder is not None:
+            self._record = Record(self._record_folder / f"step_{step:06d}.jsonl", ranks.index())
         self._num_samples.clear()
         self._first_traceback = ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -66,8 +65,8 @@ class Turns:
     def try_environment(self, prompt: Prompt) -> None:
         """Let user-defined code answer one turn of a prompt, before anything is decoded."""
 
-    def use_record(self, path: Path | None) -> None:
-        """Begin a step: use the answers of environments in this file, and write new ones into it."""
+    def begin_step(self, step: int) -> None:
+        """Begin training step `step`, from 1 on, or with 0 the evaluation before it."""
 
     def check_not_all_raised(self, where: str) -> None:
         """Raise ValueError, beginning with `where` ("step 3"), where all samples of a step, on all ranks, failed."""

@@ -56,10 +56,6 @@ class RunFolder:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
-    def observations(self, step: int) -> Path:
-        """File of what environments said in a step (the first rank's)."""
-        return self.path / OBSERVATIONS / f"step_{step:06d}.jsonl"
-
     def drop_observations(self) -> None:
         """Delete the observations of steps that no checkpoint would repeat."""
         oldest = step_of(list_checkpoints(self.checkpoints)[0])

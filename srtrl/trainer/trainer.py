@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from srtrl.trainer.sampling import RolloutContext, Sampler, StepRollouts
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-    from srtrl.model.transformer import Transformer
     from srtrl.tasks.base import TaskBase
 
 
@@ -63,7 +62,8 @@ class Parts:
     columns: list[Column]
     """What passes compute before credit is assigned."""
     learners: list[Learner]
-    """The last one is the policy's."""
+    """In the order in which they learn; the last one is `policy`."""
+    policy: PolicyLearner
     saved: list[Part]
     """Of a checkpoint, beside the learners and the sampler."""
     prompts_sha256: str
@@ -76,6 +76,11 @@ class Parts:
     """To resume."""
     changes: list[str]
     """A line for each option that differs from those of the run to resume."""
+
+    @property
+    def checkpointed(self) -> list[Part]:
+        """All that a checkpoint holds, in the order in which it is read."""
+        return [*self.saved, *self.learners, self.sampler]
 
 
 class Trainer:
@@ -95,22 +100,14 @@ class Trainer:
         console: Console | None = None,
         on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
     ) -> None:
-        """Keep these.
+        """A run that has not begun; nothing is started or written yet.
 
         Args:
             parts: What the run is made of.
             console: Where rank 0 reports; standard output by default.
             on_step: See `build.run_training`.
         """
-        self.rollout_context = context = parts.context
-        self.recipe, self.engine, self.grader = context.recipe, context.engine, context.grader
-        self.turns = context.turns
-        self.task, self.sampler, self.credit = parts.task, parts.sampler, parts.credit
-        self.columns, self.learners = parts.columns, parts.learners
-        self.policy: Transformer = cast(PolicyLearner, parts.learners[-1]).model
-        self.saved = [*parts.saved, *parts.learners, parts.sampler]
-        self.prompts_sha256, self.model_sha256 = parts.prompts_sha256, parts.model_sha256
-        self.flags, self.checkpoint = parts.flags, parts.checkpoint
+        self.parts, self.context, self.recipe = parts, parts.context, parts.context.recipe
         self.evaluates_ends, self.eval_prompts = training_evals(parts.task, self.recipe)
         self.on_step = on_step
         console = console if ranks.is_main() else Console(quiet=True)
@@ -123,25 +120,26 @@ class Trainer:
         """Whether a rank was interrupted: the run ends after the current step."""
         self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
-        """Of the main rank."""
+        """On rank 0 only."""
 
     def __enter__(self) -> Self:
         """Take back the checkpoint, if there is one, and start everything that must be stopped.
 
-        An earlier run is changed last, when nothing can refuse any more.
+        An earlier run is changed last, after all checks have passed.
         """
         with ExitStack() as stack:
             if self.recipe.repeatable and self.policy.device.type == "cuda":
                 stack.enter_context(fixed_order())
             with ranks.synchronized("loading the state of the run"):
-                if self.checkpoint is not None:
-                    self.restore(self.checkpoint)
+                if self.parts.checkpoint is not None:
+                    self.restore(self.parts.checkpoint)
             with ranks.synchronized("starting the graders"):
-                stack.enter_context(self.grader)
-                stack.enter_context(self.turns)
-                self.rollout_context.started(self.task.train_prompts[0])
-                self.turns.try_environment(self.task.train_prompts[0])
-                self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
+                stack.enter_context(self.context.grader)
+                stack.enter_context(self.context.turns)
+                prompt = self.parts.task.train_prompts[0]
+                self.context.started(prompt)
+                self.context.turns.try_environment(prompt)
+                self.context.grader.try_rewards(prompt, self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
             with ranks.synchronized("opening the run's folder"):
@@ -149,34 +147,35 @@ class Trainer:
                     self.run = self._open_folder(stack)
                 else:
                     nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
-                    self.run = RunFolder(path=self.recipe.folder, checkpoint=self.checkpoint, log=nowhere)
+                    self.run = RunFolder(path=self.recipe.folder, checkpoint=self.parts.checkpoint, log=nowhere)
             self._say_start()
             self._stack = stack.pop_all()
         return self
 
     def _open_folder(self, stack: ExitStack) -> RunFolder:
         """Lock the run's folder and start the trackers; then take the folder back to the checkpoint."""
-        run = stack.enter_context(open_run_folder(self.recipe, **self.flags))
-        if run.checkpoint != self.checkpoint:
+        run = stack.enter_context(open_run_folder(self.recipe, **self.parts.flags))
+        if run.checkpoint != self.parts.checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         self.trackers = start_trackers(self.recipe, step=self.step)
         run.begin(self.recipe)
-        machine = describe_machine(self.policy.device, self.recipe.model.dtype)
+        machine = describe_machine(self.parts.policy.model.device, self.recipe.model.dtype)
         self.changes += add_machine(run.path, machine)
         return run
 
     def _say_start(self) -> None:
         """Report what was loaded, and from where the run continues."""
-        say, resume = self.progress.say, self.flags.get("resume")
+        say, resume = self.progress.say, self.parts.flags.get("resume")
         if self.run.moved_to is not None:
             say(f"the folder that was {self.run.path} is now {self.run.moved_to}")
-        report = self.task.load_report or {"training prompts": len(self.task.train_prompts)}
+        prompts = self.parts.task.train_prompts
+        report = self.parts.task.load_report or {"training prompts": len(prompts)}
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
-        say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.rollout_context.tokenizer))
+        say(describe_prompt(self.context.started(prompts[0]), self.context.tokenizer))
         for change in self.changes:
             say(f"resuming: {change}")
-        if resume and self.checkpoint is None:
+        if resume and self.parts.checkpoint is None:
             say(f"resuming: {self.run.path} has no checkpoint, starting from step 0")
         elif resume:
             say(f"resuming {self.run.path} after step {self.step} of {self.recipe.train.num_steps}")
@@ -190,20 +189,20 @@ class Trainer:
         """The state of the run beside weights, optimizers and drafter."""
         return TrainerState(
             step=self.step,
-            policy_version=self.engine.policy_version,
-            num_draws=self.sampler.num_draws,
-            prompts_sha256=self.prompts_sha256,
-            model_sha256=self.model_sha256,
+            policy_version=self.context.engine.policy_version,
+            num_draws=self.parts.sampler.num_draws,
+            prompts_sha256=self.parts.prompts_sha256,
+            model_sha256=self.parts.model_sha256,
         )
 
     def restore(self, checkpoint: Path) -> None:
         """Take back a checkpoint, whose weights are loaded: its parts and `state`."""
-        for part in self.saved:
+        for part in self.parts.checkpointed:
             part.load(checkpoint)
         state = read_state(checkpoint)
         self.step = state.step
-        self.engine.policy_version = state.policy_version
-        self.sampler.num_draws = state.num_draws
+        self.context.engine.policy_version = state.policy_version
+        self.parts.sampler.num_draws = state.num_draws
 
     def train(self) -> None:
         """All steps that are left, or up to an interrupt; the last one has a checkpoint.
@@ -215,13 +214,14 @@ class Trainer:
         try:
             with freeze_gc(), self.interrupt, self.progress:
                 with self._stage("compile"), reporting_compilation(self.progress.compiling):
-                    self.engine.warm_up()
+                    self.context.engine.warm_up()
                 if self.step == 0 and self.evaluates_ends:
-                    self.turns.use_record(self.run.observations(0))
+                    self.context.turns.begin_step(0)
                     self._write_row(metrics := self.evaluate())
                     self.progress.say(f"before training: {describe_held_out(metrics)}")
                 self.is_stopping = self._should_stop()
                 while self.step < self.recipe.train.num_steps and not self.is_stopping:
+                    self.context.turns.begin_step(self.step + 1)
                     self.train_step(self.step + 1)
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
             raise TrainingStoppedError(f"{error}\n{how_to_resume(self.run.checkpoints)}") from error
@@ -229,20 +229,19 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
-        self.turns.use_record(self.run.observations(step))
-        context = UpdateContext(recipe=self.recipe, step=step)
-        rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
+        parts, context = self.parts, UpdateContext(recipe=self.recipe, step=step)
+        rollouts = parts.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
         if credit.sequences:
-            metrics |= self.sampler.credit_metrics(credit.sequences)
+            metrics |= parts.sampler.credit_metrics(credit.sequences)
         is_updated = False
-        for learner in self.learners:  # the policy is the last one; the others may begin before it
+        for learner in parts.learners:  # the policy is the last one; the others may begin before it
             is_updated = bool(credit.sequences) and step > learner.updates.num_skipped
             if is_updated:
                 with self._stage(learner.stage):
                     metrics |= learner.learn(credit.sequences, context)
-        self.engine.end_step(has_new_weights=is_updated)
+        self.context.engine.end_step(has_new_weights=is_updated)
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
@@ -256,10 +255,10 @@ class Trainer:
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
-        for column in self.columns:
+        for column in self.parts.columns:
             with self._stage(column.stage):
                 sequences = fill(column, sequences, context)
-        return self.credit.assign_credit(rollouts.kept, sequences, step=context.step)
+        return self.parts.credit.assign_credit(rollouts.kept, sequences, step=context.step)
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """`eval/...` metrics where `eval` asks for them after this step, else nothing."""
@@ -272,7 +271,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """`eval/...` metrics of the policy as it is: held-out accuracy (without a verifier: reward)."""
         on_progress = partial(self.progress.stage, "evaluation")
-        _, metrics = evaluate(self.rollout_context, self.eval_prompts, on_progress=on_progress)
+        _, metrics = evaluate(self.context, self.eval_prompts, on_progress=on_progress)
         return metrics
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
@@ -284,10 +283,11 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        computed = [sequence for sequence in credit.sequences if self.learners[-1].needs_pass(sequence)]
-        num_flops = update_flops(self.recipe, self.policy.config, computed) / ranks.count()  # of one device
+        policy = self.parts.policy
+        computed = [sequence for sequence in credit.sequences if policy.needs_pass(sequence)]
+        num_flops = update_flops(self.recipe, policy.model.config, computed) / ranks.count()  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops)
-        row = {**metrics, **timed, **memory_metrics(self.policy.device)}
+        row = {**metrics, **timed, **memory_metrics(policy.model.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row), reward=row["reward/mean"], notice=step_problems(row))
         if "eval/reward" in row or "eval/accuracy" in row:
@@ -299,9 +299,9 @@ class Trainer:
 
     def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
         """Once: a notice where rewards that are called for one sample after the other take most of a step."""
-        seconds, names = row.get("time/grading", 0.0), self.grader.serial_rewards
+        seconds, names = row.get("time/grading", 0.0), self.context.grader.serial_rewards
         if names and seconds > max(1.0, row["time/step"] / 2):
-            self.grader.serial_rewards = []
+            self.context.grader.serial_rewards = []
             self.progress.say(
                 f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)}, one sample at a time. "
                 "Faster: `async def`, `@batched` or `@isolated` (docs/extending.md#a-reward)"
@@ -314,12 +314,13 @@ class Trainer:
         if not is_last and self.step % train.checkpoint_every != 0:
             return
         self.progress.stage("checkpoint")
-        tensors = {name: part for learner in self.learners for name, part in learner.tensors().items()}
+        parts, learners = self.parts.checkpointed, self.parts.learners
+        tensors = {name: part for learner in learners for name, part in learner.tensors().items()}
         with self.timer.stage("checkpoint"), ExitStack() as stack:  # counted in the next row
-            for learner in self.learners:
+            for learner in learners:
                 stack.enter_context(learner.whole())
             save_checkpoint(
-                self.run.checkpoints, self.state(), tensors=tensors, parts=self.saved, keep=train.keep_checkpoints
+                self.run.checkpoints, self.state(), tensors=tensors, parts=parts, keep=train.keep_checkpoints
             )
         if ranks.is_main():
             self.run.drop_observations()
