@@ -46,6 +46,7 @@ from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
+from srtrl.run.machine import choose_device
 from srtrl.run.place import StartFlags
 from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
@@ -198,24 +199,6 @@ def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | N
     if not flags.get("resume"):
         return changes, None
     return changes, checkpoint_to_resume(recipe.folder / "checkpoints", flags.get("from_step"))
-
-
-def choose_device(recipe: Recipe) -> torch.device:
-    """The recipe's device; `auto` is CUDA where present, of several ranks each has its own.
-
-    Raises:
-        ValueError: a device that this machine lacks, or an AMD GPU.
-    """
-    if recipe.device != "cpu" and torch.version.hip is not None and torch.cuda.is_available():
-        raise ValueError(
-            f"device: {recipe.device}: this PyTorch is for AMD GPUs (ROCm), and srtrl's kernels are for NVIDIA's, of "
-            "compute capability 8.0 or newer; use device=cpu"
-        )
-    if recipe.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
-    return torch.device(recipe.device)
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

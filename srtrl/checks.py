@@ -71,7 +71,7 @@ def check_data(recipe: Recipe) -> None:
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Pairs of a key of the recipe and a function that raises ValueError where its value cannot be used."""
-    from srtrl.build import choose_device
+    from srtrl.run.machine import choose_device
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards

@@ -19,6 +19,7 @@ import srtrl
 from srtrl import build, caches
 from srtrl.caches import cache_folders
 from srtrl.cuda import compiler
+from srtrl.run.machine import choose_device
 
 
 def test_windows_is_refused_in_a_line() -> None:
@@ -34,8 +35,8 @@ def test_a_device_or_sharding_that_cannot_be_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match=r"device: .*AMD.*8\.0 or newer; use device=cpu"):
-            build.choose_device(make_recipe(tmp_path, tmp_path, device=device))
-    assert build.choose_device(make_recipe(tmp_path, tmp_path, device="cpu")) == torch.device("cpu")
+            choose_device(make_recipe(tmp_path, tmp_path, device=device))
+    assert choose_device(make_recipe(tmp_path, tmp_path, device="cpu")) == torch.device("cpu")
 
 
 def test_a_machine_without_a_compiler_is_refused_before_the_first_rollout(

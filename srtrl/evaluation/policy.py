@@ -16,6 +16,7 @@ from srtrl import build
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy
+from srtrl.run.machine import choose_device
 from srtrl.run.steps import checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
@@ -101,7 +102,7 @@ def run_evals(
         turns = build.build_turns(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         loaded.append((name, recipe, turns, task, held_out_prompts(task, recipe)))
-    policy = build.build_policy(base, model, build.choose_device(base))
+    policy = build.build_policy(base, model, choose_device(base))
     num_samples = max(len(prompts) * recipe.eval.num_samples for _, recipe, _, _, prompts in loaded)
     engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up()

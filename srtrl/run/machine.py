@@ -16,9 +16,31 @@ from srtrl.model.cpu_threads import num_cores
 if TYPE_CHECKING:
     import torch
 
+    from srtrl.recipe.schema import Recipe
+
 MACHINE_FILE = "machine.txt"
 CPU_PART = re.compile(r", \d+ cores?(?:, MKL_CBWR=(\S*))?, torch ")
 """Of a line about a processor, with the variable that says how torch's products are rounded (`srtrl/__init__.py`)."""
+
+
+def choose_device(recipe: Recipe) -> torch.device:
+    """The recipe's device; `auto` is CUDA where present, of several ranks each has its own.
+
+    Raises:
+        ValueError: a device that this machine lacks, or an AMD GPU.
+    """
+    import torch
+
+    if recipe.device != "cpu" and torch.version.hip is not None and torch.cuda.is_available():
+        raise ValueError(
+            f"device: {recipe.device}: this PyTorch is for AMD GPUs (ROCm), and srtrl's kernels are for NVIDIA's, of "
+            "compute capability 8.0 or newer; use device=cpu"
+        )
+    if recipe.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
+    return torch.device(recipe.device)
 
 
 def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:

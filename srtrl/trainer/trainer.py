@@ -128,7 +128,7 @@ class Trainer:
         An earlier run is changed last, after all checks have passed.
         """
         with ExitStack() as stack:
-            if self.recipe.repeatable and self.policy.device.type == "cuda":
+            if self.recipe.repeatable and self.parts.policy.model.device.type == "cuda":
                 stack.enter_context(fixed_order())
             with ranks.synchronized("loading the state of the run"):
                 if self.parts.checkpoint is not None:

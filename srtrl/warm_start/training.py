@@ -29,6 +29,7 @@ from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy
 from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
+from srtrl.run.machine import choose_device
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer.evaluate import training_evals
@@ -107,7 +108,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
         turns = build.build_turns(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         has_eval, _ = training_evals(task, recipe)  # raises where there are no problems for it
-        model = _model(recipe, section, tokenizer, build.choose_device(recipe))
+        model = _model(recipe, section, tokenizer, choose_device(recipe))
         end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
     losses: list[float] = []
     optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
