@@ -238,6 +238,8 @@ def write_docs(path: Path, compiled: dict[str, Any]) -> None:
     """Replace the table of kernels between its two marks."""
     launches = STEP | {"rank_listed": DRAFT_TOKENS}
     lines = [
+        f"With Triton {triton.__version__} and torch {torch.__version__.partition('+')[0]}:",
+        "",
         "| kernel | lanes | registers | spilled | shared KiB | programs | launches |",
         "| --- " + "| --: " * 6 + "|",
     ]

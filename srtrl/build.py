@@ -129,7 +129,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
-    set_cpu_threads(recipe.num_threads)
+    set_cpu_threads(recipe.num_threads, device=choose_device(recipe).type)
     seed_generators(recipe.seed, 0)
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
         tokenizer = build_tokenizer(recipe)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numba
 import pytest
 import torch
 from test_weights import FIELDS
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from srtrl.build import CPU_SLOTS, number_of_slots
 from srtrl.cli import app
 from srtrl.generation import generate
-from srtrl.model import hf_config
+from srtrl.model import cpu_threads, hf_config
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import _has_plain_tokenizer, load_tokenizer, locate
 from srtrl.model.hf_config import config_from_hf
@@ -108,6 +109,33 @@ def test_sizes_that_cannot_be_meant_are_cut_with_a_line(caplog: pytest.LogCaptur
     assert torch.get_num_threads() == num_cores
     assert f"num_threads: {num_cores + 7} is more than the cores of this process; {num_cores} are used" in caplog.text
     set_cpu_threads(num_threads)
+
+
+@pytest.mark.parametrize(
+    ("device", "quota", "given", "expected"),
+    [
+        ("cpu", "200000 100000", None, 12),
+        ("cuda", None, None, 8),
+        ("cuda", "max 100000", None, 8),
+        ("cuda", "350000 100000", None, 3),
+        ("cuda", "50000 100000", None, 1),
+        ("cuda", "200000 100000", 11, 11),
+    ],
+)
+def test_threads_beside_a_gpu_are_few_and_within_the_containers_quota(
+    device: str, quota: str | None, given: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rented machine of 192 cores, of which torch would use 12."""
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    set_threads = Mock()
+    monkeypatch.setattr(cpu_threads, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cpu_threads, "num_cores", lambda: 192)
+    monkeypatch.setattr(numba, "set_num_threads", Mock())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    set_cpu_threads(given, device=device)
+    set_threads.assert_called_once_with(expected)
 
 
 @pytest.mark.parametrize(

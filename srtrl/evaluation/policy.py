@@ -95,14 +95,15 @@ def run_evals(
         for name, recipe in recipes.items()
     }
     base = max(recipes.values(), key=lambda recipe: recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens)
-    set_cpu_threads(base.num_threads)
+    device = choose_device(base)
+    set_cpu_threads(base.num_threads, device=device.type)
     tokenizer = build.build_tokenizer(base)
     loaded = []
     for name, recipe in recipes.items():
         turns = build.build_turns(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         loaded.append((name, recipe, turns, task, held_out_prompts(task, recipe)))
-    policy = build.build_policy(base, model, choose_device(base))
+    policy = build.build_policy(base, model, device)
     num_samples = max(len(prompts) * recipe.eval.num_samples for _, recipe, _, _, prompts in loaded)
     engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up()

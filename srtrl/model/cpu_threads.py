@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from pathlib import Path
 
 import numba
 
@@ -10,6 +11,10 @@ logger = logging.getLogger(__name__)
 
 WORK_PER_THREAD = 100_000
 """Multiply-adds that are worth a thread: some tens of microseconds."""
+MAX_CUDA_THREADS = 8
+"""Beside a GPU, by default: what the decoder's host computes there has work for no more."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Of a container (cgroup 2): microseconds of CPU time, or `max`, in each period of so many."""
 
 
 def num_cores() -> int:
@@ -17,8 +22,19 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_cpu_threads(num_threads: int | None = None) -> None:
-    """Let torch and Numba's kernels use `num_threads`, at most one for each core (by default torch's current number).
+def quota_cores() -> int:
+    """Cores that the container's quota pays for; a process that computes on more is stopped for the rest of a period.
+
+    A container on a rented machine sees all cores of the host.
+    """
+    quota, period = CPU_QUOTA.read_text(encoding="ascii").split() if CPU_QUOTA.exists() else ("max", "1")
+    return num_cores() if quota == "max" else max(1, int(quota) // int(period))
+
+
+def set_cpu_threads(num_threads: int | None = None, *, device: str = "cpu") -> None:
+    """Let torch and Numba's kernels use `num_threads`, at most one for each core.
+
+    By default that is torch's current number; on a `device` cuda at most `MAX_CUDA_THREADS`, and `quota_cores`.
 
     The first parallel call of Numba sets OpenMP's thread count, and with it torch's, to the number of cores: torch
     would give other bits after it than before, and run slowly on a busy machine. So that call is made here, and
@@ -26,7 +42,10 @@ def set_cpu_threads(num_threads: int | None = None) -> None:
     """
     import torch
 
-    count = num_threads or torch.get_num_threads()
+    default = torch.get_num_threads()
+    if device == "cuda":
+        default = min(default, MAX_CUDA_THREADS, quota_cores())
+    count = num_threads or default
     if num_threads and num_threads > num_cores():
         count = num_cores()
         logger.warning("num_threads: %d is more than the cores of this process; %d are used", num_threads, count)

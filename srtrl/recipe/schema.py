@@ -295,7 +295,7 @@ class Recipe(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` (CUDA where present), `cpu` or `cuda`."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of torch; by default its own choice."""
+    """CPU threads of torch; by default its own choice, beside a GPU at most 8, within the container's quota."""
     model: ModelSection
     """The policy."""
     task: TaskSection
