@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, Operations, is_here
 from tiny_run import assert_same_run, make_policy, make_recipe, train
 
 from srtrl import build
@@ -22,6 +22,13 @@ from srtrl.recipe.schema import Recipe
 from srtrl.run.repeatable import MEMORY, WORKSPACE, fix_workspace, fixed_order
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+NOT_DETERMINISTIC = {"bincount", "histc", "kthvalue", "median", "nll_loss_forward", "put_"}
+"""Operations that torch refuses on CUDA, where algorithms must be deterministic; beside them sums of floats so far."""
+TRAINING: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "ppo": {"critic": {"learning_rate": 0.01}, "algorithm__advantage": "gae"},
+    "lora and a draft head": {"model__lora": {"rank": 4}, "rollout__draft_head": {"k": 2, "vocabulary": 64}},
+}
 imitated = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
 
 
@@ -122,19 +129,45 @@ def test_on_a_cpu_nothing_is_set(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "True" / "run", tmp_path / "False" / "run")
 
 
+@pytest.fixture
+def refusing(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The imitated device; where algorithms must be deterministic it refuses what torch refuses on a real one."""
+    compute = Operations.__torch_dispatch__
+
+    def refuse_or_compute(mode: Operations, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, (first, *_) = func.overloadpacket.__name__, args or (None,)
+        if torch.are_deterministic_algorithms_enabled() and isinstance(first, torch.Tensor) and is_here(first):
+            assert name not in NOT_DETERMINISTIC, name
+            assert name != "cumsum" or not first.is_floating_point(), name
+        return compute(mode, func, types, args, kwargs)
+
+    monkeypatch.setattr(Operations, "__torch_dispatch__", refuse_or_compute)
+    return device
+
+
+@imitated
+def test_operations_that_torch_refuses_are_refused(refusing: FakeCuda) -> None:
+    with fixed_order():
+        assert torch.ones(3, device="cuda", dtype=torch.int64).cumsum(0).tolist() == [1, 2, 3]
+        with pytest.raises(AssertionError, match="cumsum"):
+            torch.ones(3, device="cuda").cumsum(0)
+    assert torch.ones(3, device="cuda").cumsum(0).tolist() == [1, 2, 3]
+
+
 @imitated
 @pytest.mark.slow
-def test_two_runs_on_a_device(device: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", TRAINING)
+def test_two_runs_on_a_device(refusing: FakeCuda, case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its memory has other contents, and its steps take other times, from run to run."""
     monkeypatch.setenv(WORKSPACE, ":4096:8")
     policy, settings = make_policy(tmp_path / "policy", num_hidden_layers=1), []
     for name in ("a", "b"):
         build.run_training(
-            repeatable_recipe(policy, tmp_path / name, "cuda"),
+            repeatable_recipe(policy, tmp_path / name, "cuda", **TRAINING[case]),
             on_step=lambda *_: settings.append(torch.are_deterministic_algorithms_enabled()),
         )
     assert settings == 4 * [True]
-    assert not device.findings
+    assert not refusing.findings
     assert_same_run(tmp_path / "a" / "run", tmp_path / "b" / "run", beside=("memory/",))
 
 
