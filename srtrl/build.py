@@ -32,7 +32,7 @@ from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
-from srtrl.features.off_policy import PartialSampler, SpecRlSampler
+from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare
 from srtrl.model.attention import check_packed_attention
@@ -170,7 +170,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             turns=turns,
             share=choose_share(),
         )
-        credit = CreditAssigner(recipe)
+        credit = CreditAssigner(recipe) if recipe.rollout.mode == "on_policy" else CreditAssigner(recipe, age_metrics)
         return Parts(
             context=context,
             task=task,

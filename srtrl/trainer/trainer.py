@@ -37,7 +37,8 @@ from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
 from srtrl.trainer.passes import Column, NonFiniteError, UpdateContext, fill
-from srtrl.trainer.sampling import RolloutContext, Sampler, StepRollouts
+from srtrl.trainer.sampling import RolloutContext, Sampler
+from srtrl.types import StepRollouts
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -230,8 +231,6 @@ class Trainer:
         rollouts = parts.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
-        if credit.sequences:
-            metrics |= parts.sampler.credit_metrics(credit.sequences)
         is_updated = False
         for learner in parts.learners:  # the policy is the last one; the others may begin before it
             is_updated = bool(credit.sequences) and step > learner.updates.num_skipped
