@@ -118,6 +118,7 @@ class Trainer:
         """Training steps done."""
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the current step."""
+        self._has_said_slow_rewards = False
         self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
@@ -296,8 +297,8 @@ class Trainer:
     def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
         """Once: a notice where rewards that are called for one sample after the other take most of a step."""
         seconds, names = row.get("time/grading", 0.0), self.context.grader.serial_rewards
-        if names and seconds > max(1.0, row["time/step"] / 2):
-            self.context.grader.serial_rewards = []
+        if names and not self._has_said_slow_rewards and seconds > max(1.0, row["time/step"] / 2):
+            self._has_said_slow_rewards = True
             self.progress.say(
                 f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)}, one sample at a time. "
                 "Faster: `async def`, `@batched` or `@isolated` (docs/extending.md#a-reward)"
