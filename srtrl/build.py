@@ -32,7 +32,7 @@ from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
-from srtrl.features.off_policy import PartialSampler, SpecRlSampler
+from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare
 from srtrl.model.attention import check_packed_attention
@@ -153,14 +153,14 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         columns = build_columns(recipe, policy, optimizer, reference, critic)
-        policy_learner = PolicyLearner(policy, optimizer, recipe)
+        observers = [] if draft_head is None else [draft_head]
+        policy_learner = PolicyLearner(policy, optimizer, recipe, observers)
         learners: list[Learner] = [*([] if critic is None else [critic]), policy_learner]
         # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
         # One model learns after the other.
         reserved_bytes = max(learner.optimizer.gradient_bytes for learner in learners)
         head = None
         if draft_head is not None:
-            policy_learner.observers.append(draft_head)
             head = draft_head.head
             reserved_bytes += draft_head.optimizer.gradient_bytes
             head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
@@ -174,7 +174,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             turns=turns,
             share=choose_share(),
         )
-        credit = CreditAssigner(recipe)
+        credit = CreditAssigner(recipe) if recipe.rollout.mode == "on_policy" else CreditAssigner(recipe, age_metrics)
         return Parts(
             context=context,
             task=task,
@@ -464,10 +464,7 @@ def build_background(
 def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> Turns:
     """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
 
-    Args:
-        recipe: Its `rollout.environment`, if there is one.
-        tokenizer: The policy's.
-        record_folder: Of the environment's answers in a training run, see `EnvironmentTurns`.
+    `record_folder`: see `EnvironmentTurns`.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.

@@ -287,6 +287,17 @@ class RolloutGroup:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class StepRollouts:
+    """The rollouts of a training step."""
+
+    groups: list[RolloutGroup]
+    """Of all its draws, in data order."""
+    kept: list[RolloutGroup]
+    """Those to learn from, in data order."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TrainSequence:
     """One rollout as the update reads it: prompt and response with one number for each sampled token.
 

@@ -140,7 +140,7 @@ def rollouts(case: Case) -> Found:
             found.groups.append([contents(one) for group in groups for one in group.rollouts])
             found.kept.append([group.draw_index for group in kept])
             assert engine.pool.num_used == 0
-            found.metrics.append(collector.engine_metrics(engine))
+            found.metrics.append(engine.take_metrics() | collector.share.take_metrics())
             engine.end_step(has_new_weights=True)
     found.num_decoded = engine.num_decoded
     if isinstance(engine.drafter, SrtDrafter):
@@ -217,7 +217,7 @@ def follow() -> dict[str, float]:
         if draw == 0 and ranks.index() > 0:  # not on rank 0
             engine.add_background(collector.requests([(1, PROMPTS[0])]))
         collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])]))
-        metrics = collector.engine_metrics(engine)
+        metrics = engine.take_metrics() | collector.share.take_metrics()
         engine.end_step(has_new_weights=True)
     return metrics
 

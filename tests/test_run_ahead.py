@@ -163,7 +163,7 @@ def roll_out(waits_for: str, *, runs_ahead: bool) -> tuple[dict[str, float], int
                 chosen = DrawsUntilFull(PROMPTS.__getitem__, **limits, keeps=lambda _: True)
             collect_rollouts(engine, collector, chosen)
             assert engine.pool.num_used == 0
-            metrics = collector.engine_metrics(engine)
+            metrics = engine.take_metrics() | collector.share.take_metrics()
             engine.end_step(has_new_weights=True)
     return metrics, engine.num_alone
 

@@ -36,7 +36,7 @@ from srtrl.tasks.base import TaskBase
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.passes import UpdateContext, fill
-from srtrl.trainer.sampling import Collected, RolloutContext, Sampler
+from srtrl.trainer.sampling import RolloutContext, Sampler
 from srtrl.types import (
     Completion,
     FinishReason,
@@ -46,6 +46,7 @@ from srtrl.types import (
     Rollout,
     RolloutGroup,
     SampleKey,
+    StepRollouts,
     TrainSequence,
 )
 
@@ -83,7 +84,7 @@ class OffPolicySampler(Sampler):
         """What is logged of the rounds of a step, after them."""
         raise NotImplementedError
 
-    def collect(self, step: int, collector: Collector) -> Collected:
+    def collect(self, step: int, collector: Collector) -> StepRollouts:
         """See `Sampler`.
 
         A round has as many draws as the batch still lacks, first those that go on. There is one round; with dynamic
@@ -106,23 +107,7 @@ class OffPolicySampler(Sampler):
                 break
             collector = replace(collector)
         groups, kept = (sorted(some, key=lambda group: group.draw_index) for some in (groups, kept))
-        return Collected(groups, kept, collector, self.mode_metrics())
-
-    def credit_metrics(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Ages and importance weights of the tokens that a step learns from; see docs/metrics.md.
-
-        `sequences`: With `old_logprobs` by the policy of this step.
-        """
-        ages = np.concatenate([np.zeros(len(s.targets), np.int32) if s.ages is None else s.ages for s in sequences])
-        pairs = [(s.old_logprobs, s.rollout_logprobs) for s in sequences if s.old_logprobs is not None]
-        weights = np.exp(np.concatenate([now - then for now, then in pairs]).astype(np.float64))
-        bins = np.bincount(np.frexp(ages)[1]) / len(ages)  # 0, 1, 2-3, 4-7, ...
-        return {
-            "off_policy/stale_share": float((ages > 0).mean()),
-            **{f"off_policy/age_{2**number}": float(share) for number, share in enumerate(bins[1:])},
-            "off_policy/weight_mean": float(weights.mean()),
-            "off_policy/weight_max": float(weights.max()),
-        }
+        return StepRollouts(groups=groups, kept=kept, metrics=self.mode_metrics())
 
     def save(self, folder: Path) -> None:
         """Write `earlier`; nothing where there are none."""
@@ -147,6 +132,26 @@ class OffPolicySampler(Sampler):
         for key, reason, part in zip(arrays["keys"].tolist(), arrays["finish_reasons"].tolist(), parts, strict=True):
             fields = dict(zip(PER_TOKEN, part, strict=True))
             self.earlier[tuple(key)] = Response(**fields, finish_reason=REASONS[reason])
+
+
+def age_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Ages and importance weights of the tokens that a step learns from; see docs/metrics.md.
+
+    Args:
+        sequences: With `old_logprobs` by the policy of this step; where there are none, there are no metrics.
+    """
+    if not sequences:
+        return {}
+    ages = np.concatenate([np.zeros(len(s.targets), np.int32) if s.ages is None else s.ages for s in sequences])
+    pairs = [(s.old_logprobs, s.rollout_logprobs) for s in sequences if s.old_logprobs is not None]
+    weights = np.exp(np.concatenate([now - then for now, then in pairs]).astype(np.float64))
+    bins = np.bincount(np.frexp(ages)[1]) / len(ages)  # 0, 1, 2-3, 4-7, ...
+    return {
+        "off_policy/stale_share": float((ages > 0).mean()),
+        **{f"off_policy/age_{2**number}": float(share) for number, share in enumerate(bins[1:])},
+        "off_policy/weight_mean": float(weights.mean()),
+        "off_policy/weight_max": float(weights.max()),
+    }
 
 
 class PartialSampler(OffPolicySampler):

@@ -310,10 +310,6 @@ class Collector:
         groups = groupby(sorted([*rollouts, *others], key=data_order), key=lambda rollout: rollout.draw_index)
         return [_group(list(samples), self.num_samples) for _, samples in groups]
 
-    def engine_metrics(self, engine: Engine) -> dict[str, float]:
-        """Metrics of the engines of all ranks, of this rollout."""
-        return engine.take_metrics() | self.share.take_metrics()
-
 
 class _Sample(NamedTuple):
     """A finished sample whose grade is still to come."""

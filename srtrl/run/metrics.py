@@ -14,7 +14,7 @@ import numpy as np
 
 from srtrl.metrics import MetricRow
 from srtrl.recipe.schema import Recipe
-from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
+from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, StepRollouts, TrainSequence
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +29,8 @@ TRAINING_REWARD, TIME = "training reward, first to last", "time of all stages"
 """Figures of a run."""
 
 
-def rollout_metrics(
-    groups: Sequence[RolloutGroup], grade_outcomes: Sequence[GradeOutcome] = VERIFIED_OUTCOMES
-) -> dict[str, float]:
-    """The metrics of a step's rollouts, before any filter.
+def rollout_metrics(step: StepRollouts, grade_outcomes: Sequence[GradeOutcome] = VERIFIED_OUTCOMES) -> dict[str, float]:
+    """The metrics of a step's rollouts, before any filter but for `groups/kept` and `groups/dropped`.
 
     `reward/mean` and `reward/std` are of the weighted sum, `reward/<name>` is each reward's own unweighted mean: over
     the samples that could be graded, 0 where there is none. `accuracy` is the share of all samples that were graded
@@ -41,6 +39,7 @@ def rollout_metrics(
     has no `correct`. Lengths in response tokens; `tokens/prompt` counts a draw's prompt once, for its pages are shared
     by the samples.
     """
+    groups = step.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.response.token_ids) for rollout in rollouts]
     outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
@@ -62,8 +61,12 @@ def rollout_metrics(
         "length/truncated_share": fmean(rollout.response.finish_reason == "length" for rollout in rollouts),
         "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
         "tokens/response": sum(lengths),
+        "data/draws": len(groups),
+        "groups/kept": len(step.kept),
+        "groups/dropped": len(groups) - len(step.kept),
     }
     metrics |= {f"grading/{outcome}": outcomes[outcome] for outcome in grade_outcomes}
+    metrics |= step.metrics
     return metrics | turn_metrics([rollout for rollout in rollouts if rollout.conversation is not None])
 
 

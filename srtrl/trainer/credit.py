@@ -6,7 +6,7 @@ the right), R response tokens in total. Everything is float64 until it is stored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -21,6 +21,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.resolve import declared, declared_names, describe_value, resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
+SequenceMetrics = Callable[[Sequence[TrainSequence]], dict[str, float]]
 PER_TOKEN = (None, "one number per token, a tensor of shape {shape}")
 RETURNED = {
     "algorithm.advantage": (None, "a tensor of shape {shape}, that of its first argument"),
@@ -45,14 +46,18 @@ class Credit:
 class CreditAssigner:
     """Chooses the samples that a step learns from, and gives each of their tokens an advantage."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, describe: SequenceMetrics = lambda _: {}) -> None:
         """Look up, once, what the recipe's `algorithm` names.
+
+        Args:
+            recipe: Its `algorithm` and its rewards count.
+            describe: Gives further metrics of the sequences that a step learns from.
 
         Raises:
             ValueError: an advantage, filter or estimator is unknown.
         """
         algorithm, kl = recipe.algorithm, recipe.algorithm.kl
-        self._algorithm = algorithm
+        self._algorithm, self._describe = algorithm, describe
         self._advantage = resolve_part("algorithm.advantage", algorithm.advantage)
         self._is_token_level = is_token_level(self._advantage)
         self._declared = declared_names(self._advantage, 3 if self._is_token_level else 1)
@@ -141,19 +146,20 @@ class CreditAssigner:
         if algorithm.overlong_filtering:
             kept = [index for index in kept if rollouts[index].response.finish_reason != "length"]
             metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
+        learned = [
+            replace(
+                sequences[index],
+                advantages=rows[index].astype(np.float32),
+                returns=None if returns is None else returns[index, : lengths[index]].float().numpy(),
+            )
+            for index in kept
+        ]
         return Credit(
-            sequences=[
-                replace(
-                    sequences[index],
-                    advantages=rows[index].astype(np.float32),
-                    returns=None if returns is None else returns[index, : lengths[index]].float().numpy(),
-                )
-                for index in kept
-            ],
+            sequences=learned,
             advantages={
                 (rollouts[index].draw_index, rollouts[index].sample_index): _mean(rows[index]) for index in kept
             },
-            metrics=metrics,
+            metrics=metrics | self._describe(learned),
         )
 
     def _kl_estimates(self, sequences: Sequence[TrainSequence]) -> Tensor:

@@ -66,7 +66,7 @@ def evaluate(
     groups = collect_rollouts(context.engine, collector, FixedDraws(draws))
     context.turns.check_not_all_raised("evaluation")
     seconds = sum(timer.take().values())
-    collector.engine_metrics(context.engine)  # of evaluation: the next training step must not report them
+    context.take_engine_metrics()  # of evaluation: the next training step must not report them
     return groups, eval_metrics(groups, seconds, context.grader.outcomes)
 
 

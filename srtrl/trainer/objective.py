@@ -39,8 +39,16 @@ class PolicyLearner(Learner):
 
     model: Transformer
 
-    def __init__(self, model: Transformer, optimizer: MasterAdamW, recipe: Recipe) -> None:
+    def __init__(
+        self, model: Transformer, optimizer: MasterAdamW, recipe: Recipe, observers: Sequence[PassObserver] = ()
+    ) -> None:
         """Resolve the names of `recipe.algorithm`.
+
+        Args:
+            model: The policy.
+            optimizer: Of its parameters.
+            recipe: Its `algorithm` and `train` count.
+            observers: They learn in the same passes.
 
         Raises:
             ValueError: a name is unknown.
@@ -56,8 +64,7 @@ class PolicyLearner(Learner):
         self.needs_entropy = has_bonus or bool(declared(self.token_loss, 4, {"entropy": None}))
         self.difference: dict[str, float] = {}
         """`logprob_difference/*` of the current step, once the log-probs are compared."""
-        self.observers: list[PassObserver] = []
-        """They learn in the same passes."""
+        self.observers = observers
         self._first_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, until they are compared
 
     def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from srtrl.rollout.turns import Turns
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import CreditAssigner
-from srtrl.types import Prompt, Purpose, RolloutGroup, SamplingParams, TrainSequence
+from srtrl.types import Prompt, Purpose, SamplingParams, StepRollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,21 +69,18 @@ class RolloutContext:
             fills_waits=not is_shared or self.engine.runner.model.device.type != "cpu",
         )
 
+    def count_unknown(self, rollouts: StepRollouts) -> int:
+        """Number of response tokens that the tokenizer does not have."""
+        responses = [rollout.response.token_ids for group in rollouts.groups for rollout in group.rollouts]
+        return count_unknown(self.tokenizer, np.concatenate(responses))
+
+    def take_engine_metrics(self) -> dict[str, float]:
+        """Metrics `engine/...` of all ranks since the last call; called on all of them."""
+        return self.engine.take_metrics() | self.share.take_metrics()
+
     def started(self, prompt: Prompt) -> Prompt:
         """A prompt with the messages that the environment, if there is one, begins with."""
         return self.turns.started(prompt, self.recipe.rollout.max_prompt_tokens)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class StepRollouts:
-    """Rollouts of one step."""
-
-    groups: list[RolloutGroup]
-    """Of all its draws, in data order."""
-    kept: list[RolloutGroup]
-    """Those to learn from, in data order; see `CreditAssigner`."""
-    metrics: dict[str, float]
-    """Of the policy, the draws and the engine."""
 
 
 class DataOrder:
@@ -113,20 +109,8 @@ class DataOrder:
         return int(self._permutation[place])
 
 
-class Collected(NamedTuple):
-    """What the rollouts of a step gave."""
-
-    groups: list[RolloutGroup]
-    """Of all its draws, in data order."""
-    kept: list[RolloutGroup]
-    """Those to learn from, in data order."""
-    collector: Collector
-    """The last one."""
-    metrics: Mapping[str, float] = MappingProxyType({})
-
-
 class Sampler:
-    """Takes each step's groups from the data order and knows how far it has come."""
+    """Takes each step's groups from the data order, at the place `num_draws`."""
 
     def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
         self.context = context
@@ -153,26 +137,22 @@ class Sampler:
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, rollout = self.context, self.context.recipe.rollout
-        first = self.num_draws
+        epoch = self.num_draws / self.order.num_prompts
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
-        groups, kept, collector, metrics = self.collect(step, collector)
-        check_not_all_failed(groups, f"step {step}")
+        rollouts = self.collect(step, collector)
+        check_not_all_failed(rollouts.groups, f"step {step}")
         context.turns.check_not_all_raised(f"step {step}")
-        token_ids = [rollout.response.token_ids for group in groups for rollout in group.rollouts]
-        metrics = rollout_metrics(groups, context.grader.outcomes) | dict(metrics)
-        metrics |= {
-            "data/epoch": first / self.order.num_prompts,
-            "data/draws": len(groups),
-            "tokens/unknown": count_unknown(context.tokenizer, np.concatenate(token_ids)),
-            "groups/kept": len(kept),
-            "groups/dropped": len(groups) - len(kept),
-            "groups/short": max(0, self.num_wanted - len(kept)) if rollout.dynamic_sampling else 0,
+        num_short = max(0, self.num_wanted - len(rollouts.kept)) if rollout.dynamic_sampling else 0
+        metrics = {
+            **rollout_metrics(rollouts, context.grader.outcomes),
+            "data/epoch": epoch,
+            "groups/short": num_short,
+            "tokens/unknown": context.count_unknown(rollouts),
         }
-        metrics |= collector.engine_metrics(context.engine)
-        return StepRollouts(groups=groups, kept=kept, metrics=metrics)
+        return replace(rollouts, metrics=metrics | context.take_engine_metrics())
 
-    def collect(self, step: int, collector: Collector) -> Collected:
-        """The groups of a step; moves `num_draws` on."""
+    def collect(self, step: int, collector: Collector) -> StepRollouts:
+        """The rollouts of a step, with metrics of the sampler's own, if any; moves `num_draws` on."""
         engine, rollout = self.context.engine, self.context.recipe.rollout
         first = self.num_draws
         if not rollout.dynamic_sampling:
@@ -180,7 +160,7 @@ class Sampler:
             self.announce(step, draws, collector)
             groups = collect_rollouts(engine, collector, FixedDraws(self.draws(draws)))
             self.num_draws = draws.stop
-            return Collected(groups, self.credit.groups_to_learn_from(groups), collector)
+            return StepRollouts(groups=groups, kept=self.credit.groups_to_learn_from(groups))
         until_full = DrawsUntilFull(
             self.prompt_of,
             first_draw=first,
@@ -190,13 +170,9 @@ class Sampler:
             on_open=lambda opened: self.announce(step, opened, collector),
         )
         groups = collect_rollouts(engine, collector, until_full)
-        kept = [replace(one, rollouts=one.graded) for one in until_full.kept_groups(groups)]
+        kept = [replace(group, rollouts=group.graded) for group in until_full.kept_groups(groups)]
         self.num_draws = first + len(groups)
-        return Collected(groups, kept, collector)
-
-    def credit_metrics(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """What is logged of the sequences that a step learns from."""
-        return {}
+        return StepRollouts(groups=groups, kept=kept)
 
     def save(self, folder: Path) -> None:
         """Write what later steps go on from into a checkpoint."""

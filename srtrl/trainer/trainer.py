@@ -38,7 +38,8 @@ from srtrl.trainer.evaluate import evaluate, training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import LogprobDifferenceError, PolicyLearner
 from srtrl.trainer.passes import Column, NonFiniteError, UpdateContext, fill
-from srtrl.trainer.sampling import RolloutContext, Sampler, StepRollouts
+from srtrl.trainer.sampling import RolloutContext, Sampler
+from srtrl.types import StepRollouts
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -118,6 +119,7 @@ class Trainer:
         """Training steps done."""
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the current step."""
+        self._has_said_slow_rewards = False
         self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
@@ -233,8 +235,6 @@ class Trainer:
         rollouts = parts.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(rollouts, context)
         metrics = rollouts.metrics | credit.metrics
-        if credit.sequences:
-            metrics |= parts.sampler.credit_metrics(credit.sequences)
         is_updated = False
         for learner in parts.learners:  # the policy is the last one; the others may begin before it
             is_updated = bool(credit.sequences) and step > learner.updates.num_skipped
@@ -300,8 +300,8 @@ class Trainer:
     def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
         """Once: a notice where rewards that are called for one sample after the other take most of a step."""
         seconds, names = row.get("time/grading", 0.0), self.context.grader.serial_rewards
-        if names and seconds > max(1.0, row["time/step"] / 2):
-            self.context.grader.serial_rewards = []
+        if names and not self._has_said_slow_rewards and seconds > max(1.0, row["time/step"] / 2):
+            self._has_said_slow_rewards = True
             self.progress.say(
                 f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)}, one sample at a time. "
                 "Faster: `async def`, `@batched` or `@isolated` (docs/extending.md#a-reward)"
