@@ -81,7 +81,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSumma
     output = Path(section.output)
     with ranks.open_ranks():
         ranks.on_main(lambda: _check_output(output, overwrite=overwrite), "checks of rank 0")
-        set_cpu_threads(recipe.num_threads, device=build.choose_device(recipe).type)
+        set_cpu_threads(recipe.num_threads, device=choose_device(recipe).type)
         losses, record, has_eval = _learn(recipe, section)
         held_out = None
         if has_eval:  # of the saved weights and tokenizer, as RL will load them
