@@ -174,36 +174,19 @@ def wide() -> dict[str, str]:
 
 
 def graphs(device: str) -> list[Row]:
-    """One step kernel by kernel and as a graph, with early launches and without: tokens and log-probs are equal."""
-    program = [sys.executable, __file__, "--device", device, "--stage", "graph_steps"]
-    printed = []
-    for early in ("1", "0"):
-        environment = os.environ | {"SRTRL_OVERLAP": early}
-        printed.append(subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    early_rows, late_rows = (json.loads(one.splitlines()[-1]) for one in printed)
-    rows = []
-    for one, other in zip(early_rows, late_rows, strict=True):
-        found = [*one.pop("results"), *other["results"]]
-        rows.append({**one, "passed": all(result == found[0] for result in found)})
-        rows[-1] |= {"ms without early launches": other["ms"]}
-    return rows
-
-
-def graph_steps(device: str) -> list[Row]:
-    """Tokens and log-probs of steps: computed, captured, replayed, and kernel by kernel throughout."""
+    """One step kernel by kernel, captured and replayed: tokens and log-probs are equal."""
     from srtrl.engine.runner import timed_step
 
     rows = []
     for num_rows, num_sequences in ((64, 64), (512, 64), (256, 256)) if device == "cuda" else ((8, 2),):
-        row: Row = {"rows": num_rows, "ms": 0.0, "results": []}
+        found = []
         for cuda_graphs in (False, True):
             runner = build(device, num_layers=4, slots=num_sequences, cuda_graphs=cuda_graphs)
             for _ in range(4):
                 runner.launch(timed_step(runner, num_rows, 30, num_sequences), None)
                 sampled = runner.wait(num_rows)
-                row["results"].append([sampled.token_ids.tolist(), sampled.logprobs.tolist()])
-        seconds = [runner.time_step(num_rows, 30, num_sequences) for _ in range(20 if device == "cuda" else 1)]
-        rows.append(row | {"ms": round(1e3 * statistics.median(seconds), 3)})
+                found.append((sampled.token_ids.tolist(), sampled.logprobs.tolist()))
+        rows.append({"rows": num_rows, "passed": all(result == found[0] for result in found)})
     return rows
 
 

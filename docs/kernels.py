@@ -82,10 +82,6 @@ DRAFT_TOKENS = 3
 """That a draft head guesses in a row: each is a launch of `rank_listed`."""
 
 
-DEPENDENCIES = re.compile(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red)\.[\w.:]*global|\bcp\.async\b|\bcp\.\w+\.tensor")
-"""In the order of a kernel's code: what it has to do with the kernels before and after it, and with their memory."""
-
-
 def targets(everything: bool) -> dict[tuple[str, int], list[tuple[int, int]]]:
     """(Model, compute capability) -> steps; Ada and Blackwell for one model only."""
     if not everything:
@@ -170,8 +166,6 @@ def compile_kernels(everything: bool) -> dict[str, Any]:
                 "planned": planned if kernel.__name__ == "attend_tiles" else 1,
                 "fetches_ahead": "async_copy" in compiled.asm["ttgir"],
                 "fuses": "enable_fp_fusion" in options,
-                "overlaps": compiled.metadata.launch_pdl,
-                "dependencies": DEPENDENCIES.findall(compiled.asm["ptx"]),
             }
         return compiled
 

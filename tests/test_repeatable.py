@@ -184,7 +184,7 @@ def test_two_runs_on_a_gpu_give_the_same_bits(tmp_path: Path) -> None:
     def train_there(dtype: str, run: str) -> str:
         changes = [*options, f"name={dtype}-{run}", f"output_dir={tmp_path}", f"model.dtype={dtype}"]
         command = [sys.executable, "-m", "srtrl", "train", "recipes/quickstart.yaml", *changes]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(
             command, check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=110
         )

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.cuda.jit import jit, overlap, wait_for_inputs
+from srtrl.cuda.jit import jit
 from srtrl.cuda.tiles import MAX_NUM_SPLITS, NUM_THREADS, AttentionScratch, TiledRows, keys_at_once, max_registers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -85,7 +85,6 @@ def attend_tree(
         num_stages=NUM_STAGES,
         maxnreg=max_registers(block_m=block_m, head_dim=head_dim, dtype=q.dtype),
         enable_fp_fusion=True,
-        **overlap(),
     )
     if num_splits > 1:
         grid = (num_programs, block_m // group * group)
@@ -96,7 +95,6 @@ def attend_tree(
             SPLITS=padded_splits,
             num_warps=max(1, padded_splits // 8),  # thousands of small programs, each of which waits for its loads
             enable_fp_fusion=True,
-            **overlap(),
         )
 
 
@@ -127,7 +125,6 @@ def attend_tiles(  # noqa: PLR0915
     WINDOW: tl.constexpr,
 ) -> None:
     """Grid (tiles x KV_HEADS, splits): keys in the order of the pages, draft nodes under masks of ancestor bits."""
-    wait_for_inputs()
     program, split = tl.program_id(0), tl.program_id(1)
     tile, head = program // KV_HEADS, program % KV_HEADS
     first_row, count = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
@@ -210,7 +207,6 @@ def combine_splits(
     SPLITS: tl.constexpr,
 ) -> None:
     """Grid (tiles x KV_HEADS, lanes): the partial results of one query head of one row, always in the same order."""
-    wait_for_inputs()
     program, lane = tl.program_id(0), tl.program_id(1)
     tile, head = program // KV_HEADS, program % KV_HEADS
     member = lane // GROUP

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from srtrl.cuda.attention import attend_tree
-from srtrl.cuda.jit import jit, overlap, wait_for_inputs
+from srtrl.cuda.jit import jit
 from srtrl.cuda.tiles import AttentionScratch, TiledRows
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import LLAMA, Layer, Style, Transformer
@@ -126,7 +126,6 @@ def add_rms_norm(
         OFFSET=style.norm_offset,
         num_warps=min(8, max(1, block // 512)),
         enable_fp_fusion=False,
-        **overlap(),
     )
     return normed
 
@@ -147,7 +146,6 @@ def add_rms_norm_rows(
     OFFSET: tl.constexpr,
 ) -> None:
     """One program per row."""
-    wait_for_inputs()
     dtype: tl.constexpr = hidden.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -178,7 +176,6 @@ def gated(gate_up: Tensor, style: Style = LLAMA) -> Tensor:
         IS_GELU=style.activation == "gelu_tanh",
         num_warps=4,
         enable_fp_fusion=False,
-        **overlap(),
     )
     return out
 
@@ -203,7 +200,6 @@ def gated_rows(
     gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
 ) -> None:
     """One program per row and block."""
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -232,7 +228,6 @@ def move_kv(cache: KVCache, num_moves: Tensor, moves: Tensor) -> None:
         PATHS_AT_ONCE=_PATHS_AT_ONCE,
         num_warps=4,
         enable_fp_fusion=False,
-        **overlap(),
     )
 
 
@@ -248,7 +243,6 @@ def move_kv_paths(
     PATHS_AT_ONCE: tl.constexpr,
 ) -> None:
     """Grid (programs, layers). A thread reads and writes the same numbers of each position, so it needs no barrier."""
-    wait_for_inputs()
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     layer = tl.program_id(1).to(tl.int64) * layer_stride
@@ -320,7 +314,6 @@ def rope_and_store(
         OFFSET=style.norm_offset,
         num_warps=4,
         enable_fp_fusion=False,
-        **overlap(),
     )
     return queries
 
@@ -349,7 +342,6 @@ def rope_and_store_heads(
     OFFSET: tl.constexpr,
 ) -> None:
     """One program per row and group of heads, of queries, keys, values in this order."""
-    wait_for_inputs()
     dtype: tl.constexpr = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.cuda.jit import jit, overlap, wait_for_inputs
+from srtrl.cuda.jit import jit
 from srtrl.model.noise import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -89,7 +89,7 @@ def sample_rows_triton(
     shared = (scratch.best, scratch.maxima, scratch.sums, *top, vocab_size, num_blocks, logits.stride(0))
     rows = (logits, temperatures, rng_keys, positions)
     # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
-    options = {"NUM_TOP": num_top, "BLOCK": scratch.block, "num_warps": 4, "enable_fp_fusion": False, **overlap()}
+    options = {"NUM_TOP": num_top, "BLOCK": scratch.block, "num_warps": 4, "enable_fp_fusion": False}
     rank_blocks[(num_rows, num_blocks)](*rows, *shared, **options)
     outputs = (out_tokens, out_logprobs, out_top_tokens, out_top_logprobs)
     finish_rows[(num_rows,)](*rows, *outputs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options)
@@ -170,7 +170,6 @@ def rank_blocks(
     BLOCK: tl.constexpr,
 ) -> None:
     """Fill `SamplingScratch`; one program per row and block."""
-    wait_for_inputs()
     row, block = tl.program_id(0), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     temperature = tl.load(temperatures + row)
@@ -217,7 +216,6 @@ def finish_rows(
     BLOCK: tl.constexpr,
 ) -> None:
     """Token and log-prob of a row, and its most likely tokens, from the results of its blocks; one program per row."""
-    wait_for_inputs()
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     blocks = tl.arange(0, NUM_BLOCKS)

@@ -212,6 +212,6 @@ def padded_width(table_width: int, largest: int, least: int) -> int:
     Nor less than `least`, unless `largest` is.
     """
     width = max(largest, table_width)
-    while -(-width // 4) >= max(table_width, least):
+    while width > 1 and -(-width // 4) >= max(table_width, least):
         width = -(-width // 4)
     return width

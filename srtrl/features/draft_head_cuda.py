@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.cuda.jit import jit, overlap, wait_for_inputs
+from srtrl.cuda.jit import jit
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.cuda.sampling import BLOCK, load_scaled, noise_bits, rough_gumbel
 from srtrl.cuda.shapes import padded_rows
@@ -98,7 +98,7 @@ def rank_listed_triton(
         block: Logits that a program takes at a time, a power of two.
     """
     rows = (logits, temperatures, rng_keys, positions)
-    options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False, **overlap()}
+    options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
     rank_listed[(len(logits),)](*rows, listed, *out, len(listed), logits.stride(0), **options)
 
 
@@ -117,7 +117,6 @@ def rank_listed(
     BLOCK: tl.constexpr,
 ) -> None:
     """See `rank_listed_triton`; one program per row, each lane of which keeps the two best of its tokens."""
-    wait_for_inputs()
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     high = tl.full((BLOCK,), float("-inf"), tl.float32)
