@@ -12,7 +12,8 @@ the minimum of alternating runs counts, after one to warm up.
 
 The stages are milliseconds of the host per decode step in which all slots decode: `serial` is the sum of those between
 a step's results and the next launch, `hidden` what is learned and counted while a device computes. `times as fast` is
-about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the device
+about whole rollouts on a device whose steps take the time of `H200_CURVE` for the rows that are launched, padding
+included (by which drafts are budgeted): of the device
 alone, and with the host's time, where a step takes the serial part and the longer of the device's time and the hidden
 part. `--busy`: means in place of minima, beside 8 threads of tools and a coroutine, as environments and judges run.
 """
@@ -47,7 +48,8 @@ from bench_rollout import (
 from h200 import H200_CURVE
 
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
-from srtrl.engine.draft_budget import DraftControl, StepCost
+from srtrl.cuda.shapes import padded_rows
+from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost
 from srtrl.engine.rows import StepInputs, StepSize
 from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
@@ -76,6 +78,8 @@ class Run(NamedTuple):
     """[steps, stages]: those of `COLUMNS`, then the hidden part."""
     device: npt.NDArray[np.float64]
     """[steps], stated, not measured."""
+    captured: float
+    """Share of the steps that a device would replay."""
     num_full: int
     """The first steps, in which all slots decode."""
     metrics: dict[str, float]
@@ -88,19 +92,22 @@ class HostRunner(CudaRunner):
     What it does on the host is that of a real one, but for the driver's own time to queue copies and a graph.
     """
 
-    def __init__(
-        self, policy: Transformer, options: EngineOptions, max_sequence_tokens: int, row_counts: list[int]
-    ) -> None:
-        """The rows of each step are appended to `row_counts`."""
+    def __init__(self, policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> None:
+        """No step is launched yet."""
         super().__init__(policy, options, max_sequence_tokens)
         self._results = PinnedCopy(self._results.host.numel(), torch.device("cpu"))  # what can be copied back
-        self._row_counts = row_counts
+        self._known = {shape.graph_key for shape in self.planner.graph_shapes()}
+        self.launched: list[tuple[int, bool]] = []
+        """Of each step its rows, with padding, and whether it is a captured one on a device."""
         self.compute = lambda step: None
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`."""
-        self._row_counts.append(size.num_rows)
-        return super().inputs_for(size)
+        inputs = super().inputs_for(size)
+        assert self._step is not None
+        shape = self._step.shape
+        self.launched.append((shape.step.num_rows, shape.graph_key in self._known))
+        return inputs
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """See `Runner`."""
@@ -156,9 +163,9 @@ class Timed:
 
 def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -> Run:
     """One rollout of the whole workload by a new engine, timed step by step."""
-    row_counts: list[int] = []
-    host = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens, row_counts)
-    cost = StepCost(points=H200_CURVE)
+    host = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens)
+    priced = StepCost(points=H200_CURVE)
+    cost = StepCost(points=[(rows, priced.seconds(padded_rows(rows))) for rows in range(1, MAX_ROWS + 1)])
     engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=host, cost=cost)
     prepare(engine, drafter, workload)
     runner = LikelyTokens(host, workload.responses)
@@ -168,7 +175,7 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
     looked_up = Timed(runner, "top_tokens")
     completions, steps, num_full, metrics = [], list[list[float]](), 0, dict[str, float]()
     engine.warm_up()
-    row_counts.clear()
+    host.launched.clear()
     with engine.rollout("train"):
         for request in workload.requests:
             engine.add(request)
@@ -182,8 +189,9 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
             by_stage[COLUMNS.index("observe")] -= looked_up.take()  # on a device they come with the sampled tokens
             steps.append([*by_stage, seconds - sum(stages.values()), sum(part.take() for part in hidden)])
     check_completions(completions, workload)
-    device = [cost.seconds(num_rows) for num_rows in row_counts]
-    return Run(np.array(steps), np.array(device), num_full, metrics)
+    device = [priced.seconds(num_rows) for num_rows, _ in host.launched]
+    captured = np.mean([is_captured for _, is_captured in host.launched])
+    return Run(np.array(steps), np.array(device), float(captured), num_full, metrics)
 
 
 def main() -> None:
@@ -242,6 +250,7 @@ def rows_of(runs: dict[str, list[Run]], num_slots: int, *, is_busy: bool) -> lis
                 **dict(zip(COLUMNS, (1000 * seconds[full, :-1].mean(0)).round(3).tolist(), strict=True)),
                 "tokens_per_step": first.metrics["engine/tokens_per_decode_step"],
                 "verified_per_step": first.metrics["engine/verified_per_decode_step"],
+                "replayed_share": first.captured,
                 "times_as_fast_on_device": float(ratios[0]),
                 "times_as_fast_with_host": float(ratios[1]),
             }
