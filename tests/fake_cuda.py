@@ -374,6 +374,7 @@ class Functions(TorchFunctionMode):
             "tolist": lambda tensor: self.to(tensor, "cpu").tolist(),
             "is_pinned": device.is_pinned,
             "pin_memory": lambda tensor: self.pin(tensor.clone()),
+            "mm": self.mm,
         }
         """Of tensors, in the place of PyTorch's."""
 
@@ -414,6 +415,13 @@ class Functions(TorchFunctionMode):
         if is_here(tensor):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         return tensor.numpy(*args)
+
+    def mm(self, left: Tensor, right: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        """`torch.mm`; the CPU's has no `out_dtype`."""
+        if out_dtype is not None:
+            assert is_here(left), "only on a device"
+            left, right = left.type(out_dtype), right.type(out_dtype)
+        return torch.mm(left, right, **options)
 
     def copy_storage(self, tensor: Tensor, memo: Any) -> Tensor:
         """`copy.deepcopy`."""

@@ -19,6 +19,7 @@ from rank_cases import FORKED
 from rank_runs import Around, train_on_ranks
 from runner_cases import runner_policy
 from tiny_run import learned_rows, make_policy, make_recipe, train
+from torch import Tensor
 from torch.nn import functional
 
 from srtrl.cuda.graphs import StepGraphs
@@ -167,6 +168,29 @@ def assert_close(found: Any, expected: Any, rtol: float) -> None:
     """The metrics of two runs."""
     for row, other in zip(found, expected, strict=True):
         assert row == pytest.approx(other, rel=rtol, abs=rtol / 10)
+
+
+def test_gradients_of_lora_are_products_of_half_types_with_float32_sums(device: FakeCuda) -> None:
+    """But for the rounding of A and B they are the CPU's, which multiplies in float32."""
+    found: list[list[Tensor]] = []
+    for place in ("cpu", "cuda"):
+        model = runner_policy().to(place, torch.bfloat16)
+        optimizer = LoraAdamW(model, LoraSection(rank=3), seed=0, lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for one in optimizer.matrices:
+                one.lora_b.copy_(torch.randn(one.lora_b.shape, generator=generator))
+        for _ in range(2):
+            for parameter in filter(lambda one: one.requires_grad, model.parameters()):
+                slope = torch.randn(parameter.shape, generator=generator).bfloat16().to(place)
+                (parameter * slope).sum().backward()  # type: ignore[no-untyped-call]
+        gradients = [tensor.grad for tensor in optimizer.holders(model) if tensor.grad is not None]
+        assert all(gradient.dtype == torch.float32 for gradient in gradients)
+        found.append([gradient.cpu() for gradient in gradients])
+    assert len(found[0]) == 28
+    for expected, gradient in zip(*found, strict=True):
+        assert 0 < (gradient - expected).norm() < 2**-8 * expected.norm()
+    assert not device.findings
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from srtrl.features.adapters import ADAPTER_FOLDER, Adapter, save_adapter, write_merged
+from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
 from srtrl.model.weights import fused_projections
 from srtrl.recipe.schema import LoraSection
@@ -200,14 +201,21 @@ def _copy_base(weight: Tensor, place: str) -> Tensor:
 
 @torch.no_grad()
 def _project(parts: Sequence[AdaptedMatrix], scale: float, parameter: Tensor) -> None:
-    """Move the gradient of a tensor of the model to A and B of its parts, adding in their type."""
+    """Move the gradient of a tensor of the model to A and B of its parts, adding in their type.
+
+    On CUDA a gradient of a half type is multiplied as it is, by B and A in that type: tensor cores add in float32.
+    """
     if parameter.grad is None:
         return
     for part in parts:
-        gradient = parameter.grad[part.rows].to(part.lora_a.dtype)  # [out, in]
+        dtype = part.lora_a.dtype
+        options: dict[str, Any] = {}
+        if parameter.device.type == "cuda" and parameter.dtype in HALF_DTYPES:
+            dtype, options = parameter.dtype, {"out_dtype": dtype}
+        gradient, lora_a, lora_b = (one.to(dtype) for one in (parameter.grad[part.rows], part.lora_a, part.lora_b))
         for holder, added in (
-            (part.lora_a, part.lora_b.T @ gradient),
-            (part.lora_b, gradient @ part.lora_a.T),
+            (part.lora_a, torch.mm(lora_b.T, gradient, **options)),
+            (part.lora_b, torch.mm(gradient, lora_a.T, **options)),
         ):
             added.mul_(scale)
             holder.grad = added if holder.grad is None else holder.grad.add_(added)
