@@ -35,6 +35,7 @@ STAGES = {
     "training": 200,
     "rollouts": 300,
     "live": 400,
+    "vllm": 400,
     "draft_head": 60,
     "tests": 400,
 }
@@ -353,24 +354,25 @@ def draft_head(device: str) -> list[Row]:
     return rows
 
 
-ROLLOUTS = ((8, 12, 0.5), (64, 60, 0.5), (256, 100, 0.5), (512, 100, 0.25))
-"""Sequences at a time, prompts of the recording, and the share of their eight samples that is known before."""
+ROLLOUTS = ((8, 12, 0.5, None), (64, 60, 0.5, None), (64, 60, 0.5, 1), (256, 100, 0.5, None), (512, 100, 0.25, None))
+"""Sequences at a time, prompts of the recording, the share of their eight samples that is known before, and threads."""
 
 
 def rollouts(device: str) -> list[Row]:
     """Whole rollouts without drafts and with `srt`, which has seen half of each prompt's samples."""
     rows = []
-    for slots, prompts, history in ROLLOUTS if device == "cuda" else ((2, 2, 0.5),):
-        rows += rollout(device, slots, prompts, history)
+    for slots, prompts, history, threads in ROLLOUTS if device == "cuda" else ((2, 2, 0.5, 1),):
+        rows += rollout(device, slots, prompts, history, threads)
     return rows
 
 
-def rollout(device: str, slots: int, prompts: int, history: float) -> list[Row]:
+def rollout(device: str, slots: int, prompts: int, history: float, threads: int | None) -> list[Row]:
     """A row for each drafter."""
     shape = ("qwen2.5-1.5b", "bfloat16", "512") if device == "cuda" else ("tiny", "float32", "16")
     program = [sys.executable, "docs/bench_rollout.py", "--model-shape", shape[0], "--dtype", shape[1]]
     options = ["--slots", str(slots), "--max-tokens", shape[2], "--prompts-used", str(prompts)]
     options += ["--history", str(history), "--repeats", "3", "--json"]
+    options += [] if threads is None else ["--threads", str(threads)]
     trace, tokenizer = os.environ.get("TRACE"), os.environ.get("TOKENIZER")
     with tempfile.TemporaryDirectory() as unpacked:
         if trace:
@@ -388,7 +390,57 @@ def rollout(device: str, slots: int, prompts: int, history: float) -> list[Row]:
     for row in json.loads(result.stdout)["rows"]:
         found: Row = {name: round(row[name], 3) for name in keep if name in row}
         share = statistics.fmean(run.get("engine/host_share", 0.0) for run in row["runs"])
-        rows.append({"drafter": row["drafter"], **found, "host share": round(share, 3)})
+        rows.append({"drafter": row["drafter"], "threads": threads, **found, "host share": round(share, 3)})
+    return rows
+
+
+def vllm(device: str) -> list[Row]:
+    """Tokens per second of fixed lengths without drafts, beside those of vLLM, if a program of it is at hand.
+
+    vLLM needs other versions of torch, so an environment of its own: `VLLM=its/bin/vllm`, or one that is found. It
+    gets random weights, too, and the hub's config and tokenizer.
+    """
+    import numpy as np
+    import torch
+    from bench_rollout import make_engine, run_engine, share_out
+
+    from srtrl.bench.recorded import RecordedPrompt, RecordedSample
+
+    rows, generator = [], np.random.default_rng(0)
+    program = os.environ.get("VLLM") or shutil.which("vllm")
+    prompt_tokens, tokens, per_slot = (128, 512, 4) if device == "cuda" else (4, 8, 1)
+    policy = random_policy(device, 28)
+    for slots in (64, 256) if device == "cuda" else (2,):
+        texts = generator.integers(0, policy.config.vocab_size, (per_slot * slots, prompt_tokens + tokens))
+        prompts = [
+            RecordedPrompt(
+                prompt_id=str(number),
+                prompt_token_ids=tuple(text[:prompt_tokens].tolist()),
+                samples=[RecordedSample(tokens=text[prompt_tokens:].astype(np.int32))],
+            )
+            for number, text in enumerate(texts)
+        ]
+        workload = share_out(prompts, history=0.0)
+        engine = make_engine(policy, slots, workload.max_sequence_tokens, prefill_chunk_tokens=2048)
+        seconds = min(run_engine(engine, "none", workload)["seconds"] for _ in range(3))
+        row: Row = {"sequences": slots, "tokens per second": round(texts.shape[0] * tokens / seconds)}
+        del engine
+        if program is not None and device == "cuda":
+            torch.cuda.empty_cache()
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "result.json"
+                options = {"model": "Qwen/Qwen2.5-1.5B", "load-format": "dummy", "dataset-name": "random"}
+                options |= {
+                    "input-len": str(prompt_tokens),
+                    "output-len": str(tokens),
+                    "num-prompts": str(len(prompts)),
+                }
+                options |= {"max-num-seqs": str(slots), "gpu-memory-utilization": "0.5", "output-json": str(file)}
+                command = [program, "bench", "throughput", *(f"--{name}={value}" for name, value in options.items())]
+                subprocess.run(command, check=True, stdout=sys.stderr)
+                found = json.loads(file.read_text(encoding="utf-8"))
+            row["of vLLM"] = round(found["num_requests"] * tokens / found["elapsed_time"])
+        rows.append(row)
     return rows
 
 

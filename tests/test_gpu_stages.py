@@ -51,3 +51,13 @@ def test_a_stage_takes_its_path_on_a_cpu(stage: str) -> None:
     rows = gpu_stages.run_stage(stage, "cpu", 100)
     assert rows
     assert not any("error" in row or row.get("passed") is False for row in rows), rows
+
+
+def test_a_stage_names_the_tests_that_failed_and_the_first_line_of_each_error(tmp_path: Path) -> None:
+    file = tmp_path / "test_broken.py"
+    file.write_text("def test_right():\n    pass\n\n\ndef test_wrong():\n    assert 1 + 1 == 3, 'the sum'\n")
+    row = gpu_stages.run_pytest("cpu", str(file))
+    assert not row["passed"]
+    assert row["summary"].startswith("1 failed, 1 passed")
+    (failed,) = row["failed"]
+    assert failed.endswith("test_broken.py::test_wrong - AssertionError: the sum")
