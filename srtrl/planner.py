@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,9 +27,9 @@ from srtrl.features.draft_head_learner import MAX_TOKENS, NUM_STEPS, NUM_TARGETS
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.folders import is_local
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.logprobs import token_logprobs
+from srtrl.model.logprobs import Softmax, token_logprobs
 from srtrl.model.shapes import published_shape
-from srtrl.model.transformer import ModelConfig, Transformer
+from srtrl.model.transformer import Layer, ModelConfig, Style, Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
@@ -39,15 +40,17 @@ from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 DEFAULT_GPU_GIB = 80.0
 """Where there is no GPU. One that is sold as 80 GB has about 79 GiB."""
 MAX_SHARE = 0.9
-"""Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, CUDA graphs,
-fragmentation."""
-DECODER_BYTES = 4 * 10**8
-"""Of the decoder's buffers beside the KV cache: 0.3 to 0.5 GiB for all models up to 14B."""
+"""Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, fragmentation."""
+DECODER_LOGITS, DECODER_ROWS, DECODER_SPLITS = 2**10, 2**14, 2**17
+"""Of the decoder's buffers: rows of logits, of hidden states, and partial results of attention."""
+GRAPH_BYTES = GIB // 5
+"""Of captured CUDA graphs, about 1 MiB each."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
 """With `train.sharding: fsdp2` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
+    KV_CHANGE,
     "model.gradient_checkpointing=half",
     "model.gradient_checkpointing=true",
     "train.micro_batch_tokens={longest}",
@@ -56,7 +59,8 @@ CHANGES = (
     "model.lora.rank=32",
     "model.lora.base=host",
 )
-"""Overrides that lower the memory of a step, in the order in which they are advised."""
+"""Overrides that lower the memory of a step, in the order in which they are advised. The KV cache is first where a half
+of it is left, and then where it holds what is useful."""
 USEFUL_SEQUENCES = 4
 """Of the maximum length, in the smallest KV cache that is advised."""
 
@@ -137,10 +141,10 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
-    parts["decoder's buffers"] = DECODER_BYTES
+    parts["decoder's buffers"] = buffers = decoder_bytes(policy, has_graphs=rollout.cuda_graphs)
     page_bytes = page_bytes_of(policy, PAGE_SIZE)
     smallest_kv = -(-longest // PAGE_SIZE) * page_bytes
-    kv = kv_bytes(rollout.kv_memory_gib, free - DECODER_BYTES, reserved_bytes=gradients)
+    kv = kv_bytes(rollout.kv_memory_gib, free - buffers, reserved_bytes=gradients)
     if kv >= smallest_kv or rollout.kv_memory_gib != "auto":
         kv = page_bytes * choose_num_pages(
             kv, page_bytes=page_bytes, page_size=PAGE_SIZE, slots=slots, max_sequence_tokens=longest
@@ -159,8 +163,9 @@ def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> str:
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
     kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
     saved, best = 0, ""
-    for change in CHANGES:
-        if change == KV_CHANGE and kv_gib * GIB < USEFUL_SEQUENCES * plan.smallest_kv:
+    for index, change in enumerate(CHANGES):
+        least = USEFUL_SEQUENCES * plan.smallest_kv if index else plan.parts[KV_CACHE] / 2
+        if change == KV_CHANGE and kv_gib * GIB < least:
             continue
         override = change.format(longest=longest, kv_gib=kv_gib)
         source = RecipeSource(Path(), recipe.model_dump())
@@ -285,6 +290,13 @@ def find_config(path: str) -> tuple[ModelConfig, str]:
     return read_config(Path(file).parent), ""
 
 
+def decoder_bytes(policy: Transformer, *, has_graphs: bool) -> int:
+    """Bytes of the decoder's buffers on a GPU, beside the KV cache, and of the graphs that it captures."""
+    config, itemsize = policy.config, policy.dtype.itemsize
+    rows = (DECODER_LOGITS * config.vocab_size + DECODER_ROWS * config.hidden_size) * itemsize
+    return rows + DECODER_SPLITS * (config.head_dim + 1) * 4 + (GRAPH_BYTES if has_graphs else 0)
+
+
 def _make_policy(config: ModelConfig, section: ModelSection) -> Transformer:
     policy = Transformer(config, DTYPES[section.dtype], "meta")
     policy.gradient_checkpointing = section.gradient_checkpointing
@@ -348,13 +360,16 @@ def _activation_bytes(config: ModelConfig, section: str, num_rows: int, num_keys
 def _peak_bytes(config: ModelConfig, section: ModelSection, num_rows: int, num_keys: int) -> int:
     """Peak of an update's second micro-batch, run on no device."""
     policy = _make_policy(config, section)
+    for layer in policy.layers:
+        cast(Layer, layer).gated = _gated
     optimizer, masters = _make_optimizer(policy, section)
     tracker = _MemoryTracker([*policy.parameters(), *masters])
     with tracker:
         for _ in range(2):  # gradients of the first one are there while the second one is computed
             tokens = torch.zeros(num_rows, dtype=torch.int64, device="meta")
             hidden = policy(tokens, _Plan(num_rows, num_keys))[tokens]
-            logprobs, entropy = token_logprobs(hidden, policy.head_weight, tokens, temperature=1.0)
+            options: dict[str, Any] = {"temperature": 1.0, "softmax": _Softmax()}
+            logprobs, entropy = token_logprobs(hidden, policy.head_weight, tokens, **options)
             (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
             del hidden, logprobs, entropy
     return tracker.peak - _num_bytes([*policy.parameters(), *masters]) - optimizer.gradient_bytes
@@ -386,7 +401,10 @@ class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
-    """Allocates what FlashAttention does: it keeps its inputs, its output and one float32 for each row and head."""
+    """Allocates what FlashAttention does: it keeps its inputs, its output and one float32 for each row and head.
+
+    Backward it has the queries' gradient in float32, and those of keys and values for each query head.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -396,7 +414,40 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
+        q, k, v, *_ = ctx.saved_tensors
+        temporary = [torch.empty_like(q, dtype=torch.float32), *(q.new_empty(len(one), *q.shape[1:]) for one in (k, v))]
+        found = tuple(torch.empty_like(one) for one in (q, k, v))
+        del temporary
+        return found
+
+
+class _Gated(torch.autograd.Function):
+    """Allocates what the kernels of the gated activation do (srtrl/cuda/update.py): they keep the fused projection."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def _gated(gate_up: Tensor, style: Style) -> Tensor:
+    return _Gated.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Softmax(Softmax):
+    """Allocates what the kernels of the log-probs do: logits in the type of the weights, their gradient over them."""
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, *_: Any, has_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        logits = functional.linear(hidden, head_weight)
+        logprobs = logits.new_empty(len(logits), dtype=torch.float32)
+        return logprobs, torch.empty_like(logprobs) if has_entropy else None
+
+    def gradient(self, hidden: Tensor, head_weight: Tensor, *_: Any) -> Tensor:
+        return functional.linear(hidden, head_weight)
 
 
 class _Plan:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 import torch
+from runner_cases import cuda_runner, runner_policy
 from typer.testing import CliRunner
 
 from srtrl import planner
@@ -18,6 +19,7 @@ from srtrl.build import number_of_slots
 from srtrl.cli import app
 from srtrl.engine.kv_memory import GIB
 from srtrl.model.transformer import Transformer
+from srtrl.model.weights import init_model
 from srtrl.planner import KV_CACHE, MemoryPlan, find_config, plan_memory
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
@@ -137,8 +139,20 @@ def test_a_few_layers_tell_the_activations_of_all(options: dict[str, Any]) -> No
     section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
     for num_layers in (6, 7):
         config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=num_layers)
-        found = planner._activation_bytes(config, section.model_dump_json(), 500, 900)
-        assert found == planner._peak_bytes(config, section, 500, 900)
+        found = planner._activation_bytes(config, section.model_dump_json(), 9000, 12_000)
+        assert found == planner._peak_bytes(config, section, 9000, 12_000)
+
+
+@pytest.mark.parametrize("vocab_size", [5_000, 50_000])
+def test_the_decoders_buffers_are_counted_by_the_model(vocab_size: int) -> None:
+    """All that a runner holds beside the KV cache, but for its few MB of inputs and tables of rotation."""
+    config = replace(runner_policy().config, vocab_size=vocab_size)
+    policy = init_model(config, 0, torch.bfloat16, "cpu")
+    runner = cuda_runner(policy, slots=512)
+    held = [runner._logits, runner.hidden, runner._attention.means, runner._attention.log_weights]
+    counted = planner.decoder_bytes(policy, has_graphs=False)
+    assert sum(one.nbytes for one in held) <= counted < 1.2 * sum(one.nbytes for one in held)
+    assert planner.decoder_bytes(policy, has_graphs=True) == counted + planner.GRAPH_BYTES
 
 
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
