@@ -203,7 +203,8 @@ def test_a_training_step(device: FakeCuda, case: str, tmp_path: Path) -> None:
     found, expected = (train_small(policy, tmp_path / name, name, **TRAINING[case]) for name in ("cuda", "cpu"))
     assert device.num_replays > 0
     assert not device.findings
-    assert {name for name, *_ in device.kernels} >= {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows"}
+    kernels = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows", "rotate_heads"}
+    assert {name for name, *_ in device.kernels} >= kernels
     assert not [wait for wait in device.waits if wait.startswith("_local_scalar_dense at features/draft_head")]
     if is_half:  # of a few tokens
         names = ("reward/mean", "tokens/update", "response/length_mean")
