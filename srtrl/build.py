@@ -21,7 +21,7 @@ from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
+from srtrl.engine.kv_memory import GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.engine.warm_up import compile_kernels
@@ -368,6 +368,8 @@ def build_engine(
         draft_head: Of `rollout.draft_head`.
     """
     rollout, drafter, free = recipe.rollout, build_drafter(recipe), free_bytes(model.device)
+    if free is not None and rollout.cuda_graphs:
+        reserved_bytes += GRAPH_BYTES
     if num_unknown := count_unknown(tokenizer, np.arange(model.config.vocab_size)):
         logger.warning("the tokenizer lacks %d of the model's tokens; in texts they are %s", num_unknown, UNKNOWN)
     options = EngineOptions(

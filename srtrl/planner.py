@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from srtrl.build import DTYPES, build_draft_head, number_of_slots
 from srtrl.cuda.flash import choose_flash
-from srtrl.engine.kv_memory import GIB, choose_num_pages, kv_bytes
+from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.features.critic import ValueModel
 from srtrl.features.draft_head_learner import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
@@ -43,8 +43,6 @@ MAX_SHARE = 0.9
 """Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, fragmentation."""
 DECODER_LOGITS, DECODER_ROWS, DECODER_SPLITS = 2**10, 2**14, 2**17
 """Of the decoder's buffers: rows of logits, of hidden states, and partial results of attention."""
-GRAPH_BYTES = GIB // 5
-"""Of captured CUDA graphs, about 1 MiB each."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
 """With `train.sharding: fsdp2` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"

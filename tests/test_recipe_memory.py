@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from srtrl import planner
 from srtrl.build import number_of_slots
 from srtrl.cli import app
-from srtrl.engine.kv_memory import GIB
+from srtrl.engine.kv_memory import GIB, GRAPH_BYTES
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.planner import KV_CACHE, MemoryPlan, find_config, plan_memory
@@ -152,7 +152,7 @@ def test_the_decoders_buffers_are_counted_by_the_model(vocab_size: int) -> None:
     held = [runner._logits, runner.hidden, runner._attention.means, runner._attention.log_weights]
     counted = planner.decoder_bytes(policy, has_graphs=False)
     assert sum(one.nbytes for one in held) <= counted < 1.2 * sum(one.nbytes for one in held)
-    assert planner.decoder_bytes(policy, has_graphs=True) == counted + planner.GRAPH_BYTES
+    assert planner.decoder_bytes(policy, has_graphs=True) == counted + GRAPH_BYTES
 
 
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
