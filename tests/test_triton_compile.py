@@ -55,7 +55,8 @@ def test_kernels_need_no_more_than_the_planner_counts_on(compiled: dict[str, Any
         assert row["fetches_ahead"] or kernel not in {"attend_tiles", "softmax_rows"}, row
         assert row["fuses"], f"a later Triton has another default: {row}"
         if model != "qwen2.5-0.5b, float32":
-            assert row["spilled"] <= (0 if capability == HOPPER or row["lanes"] != 64 else 72), row
+            limit = 72 if row["lanes"] == 64 else 8 if kernel == "finish_rows" else 0  # it is launched once per step
+            assert row["spilled"] <= (0 if capability == HOPPER else limit), row
     assert kernels == dict.fromkeys(compiled["targets"], KERNELS)
 
 
