@@ -22,8 +22,8 @@ KV_SHARE = 0.5
 """`kv_memory_gib: auto` on CUDA: share of the free memory for pages; the rest is for the update's activations."""
 
 GRAPH_BYTES = GIB // 5
-"""Of captured decode steps, about 1 MiB each, and what they share. On an H200 84 of them took 0.8 GiB with what libraries
-load for them, which is theirs and no graph's."""
+"""Of captured decode steps, about 1 MiB each, and what they share. On an H200 84 of them took 0.8 GiB with what
+libraries load for them, which is theirs and no graph's."""
 
 GIVE_MORE = "allow it more, or lower rollout.max_new_tokens"
 """Advice where the option's own memory is too little."""
