@@ -244,37 +244,19 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
-        self.clock = clock = StageClock()
+        self.clock = StageClock()
         step = self._schedule()
         if not (len(step.slots) or step.chunks):
             return []
-        clock.lap("schedule")
         trees, drafted = self._draft(step)
         self._launch(step, trees)
-        clock.lap("forward")
-        self._record_last()
-        self.drafter.learn_deferred()
-        if not self.runner.is_asynchronous:  # else it is a part of the wait
-            clock.lap("observe")
-        elif drafted:
-            self.drafter.foresee(step.slots[: step.num_primaries], trees.first(step.num_primaries))
-        sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
-        clock.lap("wait" if self.runner.is_asynchronous else "forward")
-        verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
-        clock.lap("verify")
-        self.drafter.prepare(verified.slots, verified.token_ids, verified.offsets, verified.rows)
-        clock.lap("propose")
-        if trees.num_nodes:
-            self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
-        clock.lap("commit")
+        self._learn(step, trees, drafted=drafted)
+        verified = self._verify(step, trees)
         self._observe(trees, verified)
-        clock.lap("observe")
-        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
         completions = self._take_finished(verified)
-        clock.lap("finish")
         self._num_rows = step.num_primaries + trees.num_nodes
         self._unrecorded = partial(
-            self._record, step, trees, verified, clock, drafted=drafted, was_prepared=self.runner.was_prepared
+            self._record, step, trees, verified, self.clock, drafted=drafted, was_prepared=self.runner.was_prepared
         )
         return completions
 
@@ -336,6 +318,7 @@ class Engine:
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
+        self.clock.lap("schedule")
         return step
 
     def _draft(self, step: ScheduledStep) -> tuple[DraftTrees, bool]:
@@ -381,12 +364,34 @@ class Engine:
             )
         self.clock.lap("rows")
         self.runner.launch(inputs, filters)
+        self.clock.lap("forward")
+
+    def _learn(self, step: ScheduledStep, trees: DraftTrees, *, drafted: bool) -> None:
+        """Do what decides nothing of the next launch; a device computes the step meanwhile."""
+        self._record_last()
+        self.drafter.learn_deferred()
+        if not self.runner.is_asynchronous:  # else it is a part of the wait
+            self.clock.lap("observe")
+        elif drafted:
+            self.drafter.foresee(step.slots[: step.num_primaries], trees.first(step.num_primaries))
+
+    def _verify(self, step: ScheduledStep, trees: DraftTrees) -> Verified:
+        """Wait for what was sampled, and keep the path of each tree that it follows."""
+        sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
+        self.clock.lap("wait" if self.runner.is_asynchronous else "forward")
+        verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
+        self.clock.lap("verify")
+        self.drafter.prepare(verified.slots, verified.token_ids, verified.offsets, verified.rows)
+        self.clock.lap("propose")
+        if trees.num_nodes:
+            self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
+        self.clock.lap("commit")
+        return verified
 
     def _take_finished(self, verified: Verified) -> list[Completion]:
         """Take out the finished samples, and pause those whose turn has ended."""
+        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
         ended = np.flatnonzero(verified.finish != RUNNING).tolist()
-        if not ended:
-            return []
         completions: list[Completion | None] = []
         for b in ended:
             sample = self.batch.samples[int(verified.slots[b])]
@@ -394,8 +399,10 @@ class Engine:
             (self.scheduler.pause if sample.request.has_turns else self.scheduler.finish)(sample)
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
             completions.append(None if sample.is_background else self._completion(sample, finish_reason))
-        known = [None if c is None or c.request.has_turns else c for c in completions]  # a paused one is not complete
-        self.drafter.finish(verified.slots[ended].tolist(), known)
+        if ended:
+            known = [None if c is None or c.request.has_turns else c for c in completions]  # not complete if paused
+            self.drafter.finish(verified.slots[ended].tolist(), known)
+        self.clock.lap("finish")
         return [completion for completion in completions if completion is not None]
 
     def _give_up(self, slots: Sequence[int]) -> None:
@@ -425,6 +432,7 @@ class Engine:
             self.drafter.observe(*tokens)
         else:
             self.drafter.observe_top(*tokens, top)
+        self.clock.lap("observe")
 
     def _record_last(self) -> None:
         """Count the last step: while a device computes the next one, or where counts are asked for."""

@@ -53,7 +53,7 @@ class ModelSection(Section):
     bytes per parameter instead of 16, but matrix products and the decoder use the weights as they are.
     """
     gradient_checkpointing: bool | Literal["half"] = False
-    """Recompute each layer in the backward pass: less memory, about a third more time. `half`: every second layer."""
+    """Recompute each layer in the backward pass: less memory, about a quarter more time. `half`: every second layer."""
     lora: LoraSection | None = None
     """LoRA of the policy; by default all its weights learn. (The critic's, and those of a warm start, always do.)"""
 
