@@ -45,7 +45,7 @@ def test_a_sample_given_up_in_the_middle_leaves_nothing(engine: Engine) -> None:
         collector = collector_of(grader, conversations, 100)
         requests = [request for draw in range(3) for request in collector.open(draw, PROMPTS[draw])]
         for number, completion in enumerate(engine.generate(requests)):
-            collector.receive(completion)
+            collector.receive(engine, [completion])
             if number == 3:
                 break
         assert engine.pool.num_used == 0

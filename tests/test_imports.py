@@ -108,11 +108,10 @@ CHANGED_FROM_OUTSIDE = {
     "features/head_drafter.py self.inner": "the same, handed on",
     "engine/engine.py self.runner": "a count that is taken, and begins again at 0",
     "engine/engine.py self.scheduler": "a count that is taken, and begins again at 0",
-    "features/off_policy.py collector": "the samples that go on are found with its requests",
 }
 """Objects whose attributes another one sets, in the files of `CONFIGURED`, and why they do: all others have what they
 need when they are made."""
-CONFIGURED = ("build.py", "trainer/*.py", "engine/*.py", "features/*.py")
+CONFIGURED = ("build.py", "trainer/*.py", "engine/*.py", "features/*.py", "rollout/*.py")
 
 NOT_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

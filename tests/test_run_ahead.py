@@ -197,11 +197,11 @@ def test_draws_of_the_next_step_run_ahead_and_none_after_the_last(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("device", "computing", "fills_waits"),
+    ("device", "computing", "runs_background"),
     [("cpu", "", True), ("cpu", "grader", False), ("cpu", "turns", False), ("cuda", "grader", True)],
 )
 def test_on_a_cpu_waits_are_left_to_graders_and_tools_that_compute(
-    device: str, computing: str, fills_waits: bool
+    device: str, computing: str, runs_background: bool
 ) -> None:
     with graders_and_turns("judge") as (grader, _), graders_and_turns("tool") as (_, turns):
         assert not grader.computes_here
@@ -212,4 +212,4 @@ def test_on_a_cpu_waits_are_left_to_graders_and_tools_that_compute(
     recipe: Any = SimpleNamespace(seed=0)
     context = RolloutContext(recipe=recipe, engine=cast(Engine, engine), tokenizer=TOKENIZER, end_ids=(0,), **parts)
     unused: Any = None
-    assert context.collector("train", 1, unused, unused, unused).fills_waits == fills_waits
+    assert context.collector("train", 1, unused, unused, unused).runs_background == runs_background

@@ -105,7 +105,6 @@ class OffPolicySampler(Sampler):
             kept = kept + self.credit.groups_to_learn_from(found)
             if not recipe.rollout.dynamic_sampling or len(kept) >= self.num_wanted or new.stop == end:
                 break
-            collector = replace(collector)
         groups, kept = (sorted(some, key=lambda group: group.draw_index) for some in (groups, kept))
         return StepRollouts(groups=groups, kept=kept, metrics=self.mode_metrics())
 
@@ -171,10 +170,10 @@ class PartialSampler(OffPolicySampler):
         """See `OffPolicySampler`."""
         engine, rollout = self.context.engine, self.context.recipe.rollout
         oldest = engine.policy_version - rollout.max_age
-        collector.prefixes = {key: truncated(part, rollout.max_new_tokens) for key, part in self.earlier.items()}
+        prefixes = {key: truncated(part, rollout.max_new_tokens) for key, part in self.earlier.items()}
         due = {draw for (draw, _), prefix in self.earlier.items() if prefix.policy_versions[0] <= oldest}
         some = PartialDraws(draws, num_complete=share_of(len(draws), rollout.min_complete), due=due)
-        found = collect_rollouts(engine, collector, some)
+        found = collect_rollouts(engine, replace(collector, prefixes=prefixes), some)
         self.earlier = some.carried
         return found
 
@@ -251,6 +250,7 @@ class PartialDraws(FixedDraws):
         tick = len(completion.response.token_ids) - completion.request.num_reused
         place = (draw - self.draws[0][0]) * collector.num_samples + sample
         collector.share.add(f"ended {number}", 1 + (tick << 32) + place)
+        super().ended(collector, completion)
 
     def _read_ticks(self, collector: Collector, num_ended: int) -> None:
         """Read what was published since the last call, and compute the last tick anew."""
@@ -282,10 +282,10 @@ class SpecRlSampler(OffPolicySampler):
         offered = [self.earlier[self._key(request)] for request in requests]
         with collector.timer.stage("acceptance"):
             context = UpdateContext(recipe=self.context.recipe, step=step)
-            collector.prefixes = accept_prefixes(requests, offered, engine.runner.model, context)
+            prefixes = accept_prefixes(requests, offered, engine.runner.model, context)
         self._num_offered += sum(len(response.token_ids) for response in offered)
-        self._num_accepted += sum(len(prefix.token_ids) for prefix in collector.prefixes.values())
-        found = collect_rollouts(engine, collector, FixedDraws(draws))
+        self._num_accepted += sum(len(prefix.token_ids) for prefix in prefixes.values())
+        found = collect_rollouts(engine, replace(collector, prefixes=prefixes), FixedDraws(draws))
         self.earlier |= {self._key(rollout): rollout.response for group in found for rollout in group.rollouts}
         return found
 

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 """Longest wait for environments, which have time limits."""
-OnEnd = Callable[[Completion], None]
-"""Called when a sample of this rank has ended, before it counts as finished. The finish reason is the decoder's."""
 OnProgress = Callable[[int, int], None]
 """Called after each completion with the number of completions so far and of those that are requested; with dynamic
 sampling the latter may grow."""
@@ -50,10 +47,13 @@ class Draws(ABC):
 
     undecided: Sequence[int] = ()
     """Open draws whose grades decide what else is decoded."""
+    num_opened = 0
+    """Draws whose samples are requested, as far as this rank knows."""
 
     def ended(self, collector: Collector, completion: Completion) -> None:
-        """See `OnEnd`."""
-        return
+        """A sample of this rank has ended; the finish reason is the decoder's."""
+        num_done = collector.share.add("finished") + 1
+        collector.on_progress(num_done, max(num_done, self.num_opened * collector.num_samples))
 
     @abstractmethod
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
@@ -89,25 +89,26 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     Raises:
         ValueError: A request that the engine can never serve (see `Engine.check_request`).
     """
-    share, collector.on_end = collector.share, partial(draws.ended, collector)
+    share = collector.share
     with collector.timer.stage("rollout"), share.rollout(), engine.rollout(collector.purpose):
         while True:
             for request in draws.requests(engine, collector):
                 engine.add(request)
             if engine.has_work:
                 started = time.monotonic()
-                for completion in engine.step():
-                    collector.receive(completion)
-                collector.take_answers(engine)
+                ended = collector.receive(engine, engine.step())
                 share.report_progress(time.monotonic() - started)
             elif draws.undecided or collector.turns.futures():
-                collector.wait(engine, draws.undecided)
-                collector.take_answers(engine)
+                ended = collector.wait(engine, draws.undecided)
             elif draws.are_over(collector):
-                collector.use_wait(engine, draws.complete(collector))
+                collector.run_background(engine, draws.complete(collector))
                 break
-            elif not share.wait_for_others(sleeps=not engine.step_background()):
+            elif share.wait_for_others(sleeps=not engine.step_background()):
+                continue
+            else:
                 break
+            for completion in ended:
+                draws.ended(collector, completion)
     with collector.timer.stage("grading"):
         return collector.exchange(engine, draws.rollouts(collector))
 
@@ -123,6 +124,7 @@ class FixedDraws(Draws):
                 draw's index is its place in the data order of the run.
         """
         self.draws = sorted(draws, key=lambda draw: draw[0])
+        self.num_opened = len(self.draws)
         self._are_open = False
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
@@ -130,15 +132,15 @@ class FixedDraws(Draws):
         if not self._are_open:
             self._are_open = True
             opened = [request for draw in self.draws for request in collector.open(*draw)]
-            requests = [request for request in opened if not request.is_whole]
-            whole = [request for request in opened if request.is_whole]
-            for request in whole[ranks.index() :: ranks.count()]:
-                assert request.prefix is not None
-                completion = Completion(request=request, response=request.prefix)
-                engine.drafter.learn([completion])
-                collector.receive(completion)
-            collector.take_answers(engine)
-            yield from collector.share.deal(engine, requests)
+            whole = [
+                Completion(request=request, response=request.prefix)
+                for request in opened
+                if request.is_whole and request.prefix is not None
+            ][ranks.index() :: ranks.count()]
+            engine.drafter.learn(whole)
+            for completion in collector.receive(engine, whole):
+                self.ended(collector, completion)
+            yield from collector.share.deal(engine, [request for request in opened if not request.is_whole])
         yield from collector.share.claim(engine.num_free_slots)
 
     def are_over(self, collector: Collector) -> bool:
@@ -178,14 +180,10 @@ class Collector:
     """Counts decoding as `rollout`, and waiting while no sample decodes as `grading` or `tools`."""
     share: Share = field(default_factory=Share)
     """What this process takes of the rollout; its counter `finished` counts samples."""
-    fills_waits: bool = True
+    runs_background: bool = True
     """Whether the engine's background continues while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
     """Of samples that go on from what was sampled earlier."""
-    on_end: OnEnd = field(default=lambda _: None, init=False)
-    """Of the draws that are collected."""
-    num_total: int = field(default=0, init=False)
-    """Samples that are requested, as far as this rank knows."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
@@ -210,30 +208,32 @@ class Collector:
         """The samples of one more draw, for the engine to decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
         self._draws[draw_index] = _OpenDraw(prompt)
-        self.num_total += self.num_samples
         return self.requests([(draw_index, prompt)])
 
-    def receive(self, completion: Completion) -> None:
-        """A turn of a sample of an open draw has ended."""
-        self.turns.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
+    def receive(self, engine: Engine, completions: Sequence[Completion]) -> list[Completion]:
+        """Turns of samples of open draws have ended; continue the samples that environments have answered by now.
 
-    def take_answers(self, engine: Engine) -> None:
-        """Continue the samples that environments have answered; those that have ended go to the graders."""
+        Returns:
+            The samples that have ended; they are with the graders.
+        """
+        for completion in completions:
+            self.turns.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
+        ended = []
         for answer in self.turns.take_answers():
-            request = answer.completion.request
             if answer.extension:
                 engine.extend(answer.completion, answer.extension)
                 continue
-            if request.has_turns:  # else the engine has it no longer
+            if answer.completion.request.has_turns:  # else the engine has it no longer
                 engine.end(answer.completion)
             self._grade(answer)
+            ended.append(answer.completion)
+        return ended
 
     def _grade(self, answer: Answer) -> None:
         """A sample has ended: grade what the policy sampled.
 
         Its finish reason is `length` where an observation did not fit.
         """
-        self.on_end(answer.completion)
         request, response, conversation = answer.completion.request, answer.completion.response, answer.conversation
         if conversation is not None and conversation.stop_reason == "observation":
             response = replace(response, finish_reason="length")
@@ -249,30 +249,32 @@ class Collector:
             num_turns=conversation.num_turns if conversation else 1,
         )
         draw.samples[request.sample_index] = _Sample(ticket, response, answer.text, conversation)
-        num_done = self.share.add("finished") + 1
-        self.on_progress(num_done, max(num_done, self.num_total))
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
         samples = self._draws[draw_index].samples
         return len(samples) == self.num_samples and all(self.grader.is_done(done.ticket) for done in samples.values())
 
-    def wait(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+    def wait(self, engine: Engine, draw_indices: Sequence[int]) -> list[Completion]:
         """Wait until one more sample of these draws is graded, or an environment answers or is late.
 
-        Where the engine's background may go on it makes a step instead, and the answers that have come are taken.
+        Where the engine's background may go on it makes a step instead.
+
+        Returns:
+            The samples that have ended, as `receive`.
         """
         self.share.report_progress()
         futures = self.turns.futures()
         with self.timer.stage("tools" if futures else "grading"):
-            seconds = 0.0 if self.fills_waits and engine.step_background() else POLL_SECONDS if futures else None
+            seconds = 0.0 if self.runs_background and engine.step_background() else POLL_SECONDS if futures else None
             self.grader.wait_any(self._tickets(draw_indices), futures, seconds)
+        return self.receive(engine, [])
 
-    def use_wait(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+    def run_background(self, engine: Engine, draw_indices: Sequence[int]) -> None:
         """Let the engine's background go on, where it may, until these draws are graded or it has nothing to do."""
         tickets = self._tickets(draw_indices)
         with self.timer.stage("grading"):
-            while self.fills_waits and not all(map(self.grader.is_done, tickets)) and engine.step_background():
+            while self.runs_background and not all(map(self.grader.is_done, tickets)) and engine.step_background():
                 self.grader.wait_any(tickets, timeout=0.0)
 
     def _tickets(self, draw_indices: Sequence[int]) -> list[GradeTicket]:

@@ -53,6 +53,7 @@ class DrawsUntilFull(Draws):
     """Called with each range of draws that was opened."""
     undecided: list[int] = field(default_factory=list, init=False)
     """Draws that this rank has opened."""
+    num_opened: int = field(default=0, init=False)
     _kept: set[int] = field(default_factory=set, init=False)
     """Of this rank's decided draws."""
     _rollouts: list[Rollout] = field(default_factory=list, init=False)
@@ -73,9 +74,9 @@ class DrawsUntilFull(Draws):
         opened: list[int] = []
         while self._has_room(engine, collector) and (draw_index := self._take_next(collector)) is not None:
             opened.append(draw_index)
+            self.num_opened = draw_index - self.first_draw + 1
             self.undecided.append(draw_index)
             yield from collector.open(draw_index, self.prompt_of(draw_index))
-            collector.num_total = (draw_index - self.first_draw + 1) * collector.num_samples
         if opened:
             self.on_open(range(opened[0], opened[-1] + 1))
 

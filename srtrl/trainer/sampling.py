@@ -66,7 +66,7 @@ class RolloutContext:
             on_progress=on_progress,
             timer=timer,
             share=self.share,
-            fills_waits=not is_shared or self.engine.runner.model.device.type != "cpu",
+            runs_background=not is_shared or self.engine.runner.model.device.type != "cpu",
         )
 
     def count_unknown(self, rollouts: StepRollouts) -> int:
