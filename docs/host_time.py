@@ -49,10 +49,14 @@ from h200 import H200_CURVE
 
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.cuda.shapes import padded_rows
+from srtrl.drafters.base import DrafterBase
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost
 from srtrl.engine.rows import StepInputs, StepSize
 from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
+from srtrl.features.draft_head import DraftHead
+from srtrl.features.draft_head_cuda import CudaGuesses
+from srtrl.features.head_drafter import HeadDrafter
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
@@ -67,6 +71,9 @@ CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
 
 DRAFT_SECONDS, HOST_SECONDS = 6e-6, 4e-6
 """What the control of drafts is told of a step, for each sequence: drafting, and the host's other work."""
+HEAD_VOCABULARY, HEAD_TOKENS = 16_384, 3
+"""Of the drafter `srt+head`: tokens that the head lists, and those that it guesses in a row. Its time on a device is not
+counted."""
 COLUMNS = [*(stage for stage in STAGES if stage != "wait"), "other"]
 """Stages of the serial part."""
 
@@ -129,6 +136,18 @@ class LikelyTokens(TraceRunner):
         return TopTokens(token_ids=token_ids % SHAPES[SHAPE]["vocab_size"], logprobs=logprobs)
 
 
+class HostGuesses(CudaGuesses):
+    """`CudaGuesses` that take no time on the device: of each row token 0, by a margin of 0."""
+
+    def __init__(self, head: DraftHead, runner: CudaRunner, *, k: int, slots: int) -> None:
+        """See `CudaGuesses`."""
+        super().__init__(head, runner, k=k, slots=slots)
+        self._guesses = PinnedCopy(self._guesses.host.numel(), torch.device("cpu"))
+
+    def _compute(self, num: int) -> None:
+        """Nothing is launched."""
+
+
 class StatedControl(DraftControl):
     """Draft control that is told stated seconds."""
 
@@ -167,7 +186,13 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
     priced = StepCost(points=H200_CURVE)
     cost = StepCost(points=[(rows, priced.seconds(padded_rows(rows))) for rows in range(1, MAX_ROWS + 1)])
     engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=host, cost=cost)
-    prepare(engine, drafter, workload)
+    name, _, head_name = drafter.partition("+")
+    prepare(engine, name, workload)
+    if head_name:
+        head = DraftHead(policy, policy.dtype, vocabulary=HEAD_VOCABULARY, seed=0)
+        with_head = HeadDrafter(engine.drafter, head, host, k=HEAD_TOKENS, slots=num_slots)
+        with_head._guesses = HostGuesses(head, host, k=HEAD_TOKENS, slots=num_slots)
+        engine.drafter = cast(DrafterBase, with_head)
     runner = LikelyTokens(host, workload.responses)
     engine.runner, engine.control = cast(Runner, runner), StatedControl(cost, fixed=None)
     engine.drafter.knows_noise = True
@@ -198,7 +223,7 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", default="64,256", help="sequences decoded at a time")
-    parser.add_argument("--drafters", default="none,srt", help="the first is the baseline")
+    parser.add_argument("--drafters", default="none,srt", help="the first is the baseline; srt+head: with a draft head")
     parser.add_argument("--trace", type=Path, help="recorded rollouts, as of docs/bench_rollout.py")
     parser.add_argument("--tokenizer", help="of their texts")
     parser.add_argument("--max-tokens", type=int, default=512, help="maximum number of tokens of each sample")
