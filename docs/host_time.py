@@ -72,8 +72,8 @@ CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
 DRAFT_SECONDS, HOST_SECONDS = 6e-6, 4e-6
 """What the control of drafts is told of a step, for each sequence: drafting, and the host's other work."""
 HEAD_VOCABULARY, HEAD_TOKENS = 16_384, 3
-"""Of the drafter `srt+head`: tokens that the head lists, and those that it guesses in a row. Its time on a device is not
-counted."""
+"""Of the drafter `srt+head`: tokens that the head lists, and those that it guesses in a row. Its time on a device is
+not counted."""
 COLUMNS = [*(stage for stage in STAGES if stage != "wait"), "other"]
 """Stages of the serial part."""
 
