@@ -4,27 +4,28 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
-from srtrl.build import TrainingResult, run_training
+from srtrl.build import run_training
 from srtrl.checks import build_checked
 from srtrl.generation import Generated, generate
 from srtrl.metrics import write_atomic
-from srtrl.recipe.file import Problem, RecipeError, RecipeSource, read_source
+from srtrl.recipe.file import Overrides, Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON, Caught
-from srtrl.run.place import StartFlags
+from srtrl.run.place import StartFlags, TrainingResult
+from srtrl.tasks.base import NAME_SOME
 from srtrl.trainer.trainer import TrainingStoppedError
 
 __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
-Overrides = Mapping[str, Any] | Sequence[str]
 Rows = Iterable[Mapping[str, Any]]
 
 
@@ -64,10 +65,8 @@ def load_recipe(
     else:
         raise ValueError(f"expected a recipe: a YAML file, a dictionary or a Recipe, found {type(recipe).__name__}")
     if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            source.put(str(key).split("."), _terms(value) if key == "rewards" else value, f"override `{key}`")
-    else:
-        source.override(overrides)
+        overrides = {key: _terms(value) if key == "rewards" else value for key, value in overrides.items()}
+    source.override(overrides)
     if rewards is not None:
         _refuse_second(source, "rewards", "rewards")
         source.put(["rewards"], _terms(rewards), "argument `rewards`")
@@ -82,7 +81,11 @@ def load_recipe(
     module = f"{FROM_PYTHON}.{source.data.get('name')}"
     source.data = _plain(source.data, module, functions)
     vars(sys.modules.setdefault(module, ModuleType(module))).update(functions)
-    return build_checked(source)
+    try:
+        return build_checked(source)
+    except RecipeError as error:
+        problems = [replace(problem, message=in_python(problem.message)) for problem in error.problems]
+        raise RecipeError(*problems) from None
 
 
 def train(
@@ -127,7 +130,7 @@ def _terms(rewards: Any) -> Any:
 
 def in_python(message: str) -> str:
     """A message with arguments in place of the options of the command line; commands, in backticks, stay."""
-    parts = message.split("`")
+    parts = message.replace(NAME_SOME, "give `eval_rows=`").split("`")
     for number in range(0, len(parts), 2):
         parts[number] = re.sub(r"--checkpoint (\d+)", r"from_step=\1", parts[number])
         parts[number] = re.sub(r"--(resume|overwrite)", r"\1=True", parts[number].replace("--checkpoint", "from_step"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -47,7 +46,7 @@ from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model
 from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
-from srtrl.run.place import StartFlags
+from srtrl.run.place import StartFlags, TrainingResult
 from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
@@ -73,17 +72,6 @@ CPU_SLOTS = 64
 """`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens computed in one decode step at most, by type of device."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TrainingResult:
-    """The end of a run; its figures are in `metrics.jsonl`."""
-
-    folder: Path
-    num_steps: int
-    """Training steps done, in total."""
-    interrupted: bool
-    """An interrupt ended the run before its last step; `resume` continues it."""
 
 
 def run_training(

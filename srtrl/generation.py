@@ -17,7 +17,7 @@ from srtrl.checks import build_checked
 from srtrl.environments.base import count_turns, mark_segments
 from srtrl.evaluation.suite import bare_source
 from srtrl.ranks import refuse_ranks
-from srtrl.recipe.file import RecipeSource, read_source
+from srtrl.recipe.file import Overrides, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.report.rollouts import printable
 from srtrl.resolve import cut, first_lines
@@ -135,7 +135,7 @@ def generate(
     chat: bool = False,
     raw: bool = False,
     ids: Sequence[str] = (),
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
 ) -> list[list[Generated]]:
     """Complete prompts; on a CPU the same seed gives the same completions.
 
@@ -148,7 +148,8 @@ def generate(
         raw: Of a run, take the texts as they are; by default they go through the templates of its task, so that the
             policy reads what it was trained on. (A task of your own: as they are.)
         ids: A name for each prompt; by default its index.
-        overrides: As on the command line: `["rollout.max_new_tokens=64", "eval.temperature=0", "device=cuda"]`.
+        overrides: `{"rollout.max_new_tokens": 64, "eval.temperature": 0}`, or as on the command line
+            `["rollout.max_new_tokens=64", "device=cuda"]`.
 
     Returns:
         For each prompt its completions.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,50 @@ def test_slow_rewards_are_named_once(
     assert "rewards took" not in capsys.readouterr().out
 
 
+def answered(completions: list[str], prompts: list[str], wanted: list[int], **columns: list[Any]) -> list[Any]:
+    """In the form of TRL: lists, and None where it does not apply."""
+    assert {*columns} == {"answer"}
+    rows = zip(prompts, completions, wanted, strict=True)
+    return [None if number == 0 else number + len(text) * prompt.endswith("=") for prompt, text, number in rows]
+
+
+def test_a_reward_in_the_form_of_trl_is_taken_as_it_is(recipe: dict[str, Any]) -> None:
+    """It is one call, with the fields of the rows as lists; conversations are lists of messages."""
+    folder = srtrl.train(recipe, rewards=answered, rows=ROWS).folder
+    rows = pq.read_table(folder / "rollouts" / "step_000001.parquet").to_pylist()
+    wanted = {row["prompt"]: row["wanted"] for row in ROWS}
+    assert [row["reward"] for row in rows] == [
+        number and number + len(row["text"]) for row in rows for number in [wanted[row["prompt"]]]
+    ]
+
+
+def test_the_result_has_the_figures_of_the_run(recipe: dict[str, Any]) -> None:
+    result = srtrl.train(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3])
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (result.history, result.metrics) == (rows, rows[2])
+    for held_out, row in ((result.before, rows[0]), (result.after, rows[2])):
+        assert held_out == {name: value for name, value in row.items() if name.startswith("eval/")}
+        assert "eval/reward" in held_out
+    without = srtrl.train(recipe, {"name": "other"}, rewards=digits, rows=ROWS)
+    assert (without.before, without.after) == ({}, {})
+    (without.folder / "metrics.jsonl").write_text("")
+    assert (without.metrics, without.before) == ({}, {})
+
+
+def test_a_wrong_key_is_its_text_alone(recipe: dict[str, Any]) -> None:
+    """No chain of tracebacks; what a misspelt key means is not also missing; more than ten problems are all shown."""
+    names = [f"wrong_{number}" for number in range(14)]
+    rollout = recipe["rollout"] | dict.fromkeys(names, 1) | {"num_promts": recipe["rollout"]["num_prompts"]}
+    del rollout["num_prompts"]
+    with pytest.raises(ValueError, match=r"^15 problems in the recipe:") as caught:
+        srtrl.load_recipe(recipe | {"rollout": rollout}, rewards=digits, rows=ROWS)
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+    assert "rollout.num_promts: unknown key, did you mean `num_prompts`?" in str(caught.value)
+    assert "missing" not in str(caught.value)
+    assert all(f"rollout.{name}: " in str(caught.value) for name in names)
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"recipe": 5}, "expected a recipe: a YAML file, a dictionary or a Recipe, found int"),
     ({"overrides": {"train": None}}, "override `train`: train: should be a section (key: value), found null"),
@@ -273,6 +318,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"overrides": {"task.options.eval": 1}, "eval_rows": ROWS}, 'also give the override {"task.options.eval": None}'),
     ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
+    ({"overrides": {"eval.every_steps": 1}}, "prompts has no held-out problems: give `eval_rows=`, or train without"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
     ({"rewards": ["from_python.elsewhere:f"]}, "from_python.elsewhere: it was given to srtrl.train: continue from"),
 ]

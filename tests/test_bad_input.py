@@ -86,7 +86,7 @@ def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam): re
 def needy_loss(logprobs, old, advantages, index, *, clip_low, clip_high, tau): return -advantages * logprobs / tau, {}
 def open_loss(logprobs, old, advantages, index, *, clip_low, clip_high, **options): return -advantages * logprobs, {}
 def old_filter(rewards): return rewards[:, 0] > 0
-def trl(completions, **_): return [1.0]
+def verl(data_source, solution_str, ground_truth): return 1.0
 def long(sample): return sample.num_tokens
 
 def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floor=0.0):
@@ -233,7 +233,7 @@ def refusal(command: str) -> str:
     result = srtrl(command)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
-    assert len(result.stderr) < 3_000
+    assert len(result.stderr) < 4_000, "20 problems, of up to 200 characters each"
     assert len(re.findall(r"^(?:error|Error): ", result.stderr, re.MULTILINE)) == 1, result.stderr
     return result.stderr
 

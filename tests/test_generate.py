@@ -82,6 +82,8 @@ def test_a_run_is_completed_by_its_last_checkpoint_and_recipe_as_from_python(pol
     groups = generate(str(folder), ["12+30", "5*6"], num_samples=2, overrides=limits)
     assert [row["token_ids"] for row in rows] == [one.token_ids for group in groups for one in group]
     assert [row["text"] for row in rows] == [one.text for group in groups for one in group]
+    mapping = {"rollout.max_prompt_tokens": 50, "rollout.max_new_tokens": 12}
+    assert generate(str(policy), ["5*6"], overrides=mapping) == generate(str(policy), ["5*6"], overrides=limits)
     temperature = load_recipe(folder / "recipe.yaml").eval.temperature
     limits.append(f"eval.temperature={temperature}")
     whole = ("--prompt", "Compute 12+30.\n", "--prompt", "Compute 5*6.\n", "--samples", 2)

@@ -26,6 +26,7 @@ from srtrl.recipe.schema import Recipe, Section
 from srtrl.resolve import cut, first_lines, regular_file, suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)
+Overrides = Mapping[str, Any] | Sequence[str]
 
 BUNDLED = Path(__file__).with_name("bundled")
 """The recipes that are named without a path: a link to the repository's folder `recipes`, whose files a wheel has."""
@@ -33,6 +34,8 @@ FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
 """Name of an option in TRL, verl or OpenRLHF -> the key that does the same here, or a sentence."""
 MIN_LIKENESS = 0.75
 """Of an unknown key and the known one that a message suggests."""
+MAX_PROBLEMS = 20
+"""That a message lists."""
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
 """Sections whose keys are suggested last: the same name is the policy's in another section."""
 ABSENT = {
@@ -75,7 +78,7 @@ class RecipeError(ValueError):
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
         heading = [f"{len(problems)} problems in the {self.subject}:"] if len(problems) > 1 else []
-        super().__init__("\n  ".join([*heading, *first_lines(list(map(str, problems)))]))
+        super().__init__("\n  ".join([*heading, *first_lines(list(map(str, problems)), MAX_PROBLEMS)]))
 
 
 @dataclass(slots=True)
@@ -125,12 +128,16 @@ class RecipeSource:
         self.origins = {old: origin for old, origin in self.origins.items() if not f"{old}.".startswith(f"{key}.")}
         self.origins[key] = where
 
-    def override(self, overrides: Sequence[str]) -> None:
-        """Apply `section.key=value` overrides in order; values are YAML.
+    def override(self, overrides: Overrides) -> None:
+        """Apply overrides in order: of a list, `section.key=value`, where values are YAML; of a mapping, plain values.
 
         Raises:
             RecipeError: an override is not of that form or has no place.
         """
+        if isinstance(overrides, Mapping):
+            for key, value in overrides.items():
+                self.put(str(key).split("."), value, f"override `{key}`")
+            return
         for override in overrides:
             where = f"override `{override}`"
             if not isinstance(override, str):
@@ -178,7 +185,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
             here = [*Path().glob("*.yaml"), *(file.parent for file in Path().glob("runs/*/recipe.yaml"))]
             reason += suggestion(path.stem, bundled) or suggestion(path.name, [one.name for one in here])
             reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"
-        raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from error
+        raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from None
     data, lines = read_yaml(text, str(path), is_file=True)
     if not isinstance(data, dict):
         raise RecipeError(Problem("", f"expected a mapping of sections, found {_show(data)}", str(path)))
@@ -198,7 +205,7 @@ def build_recipe(source: RecipeSource) -> Recipe:
         if conflicts := [Problem(*conflict) for conflict in find_conflicts(recipe)]:
             raise RecipeError(*conflicts)
     except RecipeError as error:
-        raise source.located(error) from error
+        raise source.located(error) from None
     return recipe
 
 
@@ -224,9 +231,19 @@ def validate_section(section: type[SectionT], data: dict[str, Any], prefix: str 
     try:
         return section.model_validate(data)
     except ValidationError as error:
-        problems = _problems_of(section, data, error)
-        located = [replace(problem, key=f"{prefix}.{problem.key}".strip(".")) for problem in problems]
-        raise RecipeError(*located) from error
+        problems = list(_problems_of(section, data, error))
+        meant = {
+            key
+            for problem in problems
+            for name in re.findall(r"did you mean `([\w.]+)`", problem.message)
+            for key in (name, f"{problem.key.rpartition('.')[0]}.{name}")
+        }
+        located = [
+            replace(problem, key=f"{prefix}.{problem.key}".strip("."))
+            for problem in problems
+            if not (problem.key in meant and problem.message.startswith("is missing"))
+        ]
+        raise RecipeError(*located) from None
 
 
 def _problems_of(section: type[Section], data: object, error: ValidationError) -> Iterator[Problem]:

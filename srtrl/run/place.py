@@ -2,10 +2,11 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from srtrl.metrics import is_temporary
+from srtrl.metrics import MetricRow, is_temporary, read_metrics
 from srtrl.recipe.schema import Recipe
 
 
@@ -62,3 +63,38 @@ def is_empty(folder: Path) -> bool:
 def is_rows(path: Path) -> bool:
     """Whether a file has rows that were given from Python: it is there before its run."""
     return re.fullmatch(r"rows_[0-9a-f]{16}\.jsonl", path.name) is not None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainingResult:
+    """The end of a run; its figures are read from `metrics.jsonl` when they are used."""
+
+    folder: Path
+    num_steps: int
+    """Training steps done, in total."""
+    interrupted: bool
+    """An interrupt ended the run before its last step; `resume` continues it."""
+
+    @property
+    def history(self) -> list[MetricRow]:
+        """The metrics of all steps (docs/metrics.md); row 0 is the evaluation before training, if there was one."""
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def metrics(self) -> MetricRow:
+        """The metrics of the last step; empty if there is none."""
+        return (self.history or [{}])[-1]
+
+    @property
+    def before(self) -> MetricRow:
+        """The `eval/...` metrics before training; empty where nothing was evaluated."""
+        return _held_out((self.history or [{}])[0])
+
+    @property
+    def after(self) -> MetricRow:
+        """The `eval/...` metrics after the last step; empty where nothing was evaluated."""
+        return _held_out(self.metrics)
+
+
+def _held_out(row: MetricRow) -> MetricRow:
+    return {name: value for name, value in row.items() if name.startswith("eval/")}

@@ -14,8 +14,10 @@ from srtrl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NAME_SOME = "name some in task.options"
+"""What to do without held-out problems; from Python it is an argument (srtrl/api.py)."""
 NO_HELD_OUT = (
-    "task {} has no held-out problems: name some in task.options, or train without evaluation "
+    f"task {{}} has no held-out problems: {NAME_SOME}, or train without evaluation "
     "(eval.before_and_after=false, no eval.every_steps)"
 )
 

@@ -3,17 +3,19 @@
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from srtrl.recipe.schema import RewardSection
-from srtrl.resolve import Caught, check_call, resolve_function
+from srtrl.resolve import Caught, check_call, declared, resolve_function
+from srtrl.tasks.reward_input import RewardInput
 
 RESERVED_NAMES = frozenset({"mean", "kl_penalty"})
 """`reward/...` metrics of the trainer."""
-OTHER_FORMS = frozenset({"completions", "completion_ids", "solution_str", "solution_strs"})
-"""Parameters of rewards in the form of TRL and of verl."""
+OTHER_FORMS = frozenset({"completion_ids", "solution_str", "solution_strs"})
+"""Parameters of rewards of TRL and of verl that are not given here."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,13 +61,17 @@ def _resolve(section: RewardSection) -> Reward:
             f"returns one number: `def {section.name.rpartition(':')[2]}(sample)`, with sample.text, "
             'sample.prompt.text and, for a field of the row, sample.prompt.metadata["field"] (docs/from_trl.md)'
         )
-    check_call(section.name, function, 1, tuple(section.options))
+    bound = functools.partial(function, **section.options) if section.options else function
+    if in_columns := "completions" in inspect.signature(function).parameters:
+        bound = functools.partial(call_in_columns, function, section.options)
+    else:
+        check_call(section.name, function, 1, tuple(section.options))
     reward = Reward(
         name=section.name.rpartition(":")[2],
         weight=section.weight,
-        function=functools.partial(function, **section.options) if section.options else function,
+        function=bound,
         isolated=is_isolated(function),
-        batched=bool(getattr(function, "batched", False)),
+        batched=in_columns or bool(getattr(function, "batched", False)),
         awaited=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
     )
     if reward.name in RESERVED_NAMES:
@@ -77,6 +83,32 @@ def _resolve(section: RewardSection) -> Reward:
     if reward.isolated:
         check_importable(section.name, reward.function)
     return reward
+
+
+def call_in_columns(
+    function: Callable[..., Any], options: Mapping[str, Any], samples: Sequence[RewardInput]
+) -> Iterator[Any]:
+    """Call a reward in the form of TRL, `reward(completions, answer, **kwargs)`, in which each argument is a list.
+
+    Args:
+        function: Gets `prompts`, `completions` and the fields of the rows; those it names, or all with `**kwargs`.
+            A completion is a list of one message if the row's `prompt` is a list of messages, else a text.
+        options: Of the recipe.
+        samples: To be rewarded.
+
+    Returns:
+        The rewards; 0.0 in place of None.
+    """
+    rows = [{"answer": one.prompt.answer, "prompt": one.prompt.text, **one.prompt.metadata} for one in samples]
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
+    columns["completions"] = [
+        [{"role": "assistant", "content": sample.text}] if isinstance(prompt, list) else sample.text
+        for sample, prompt in zip(samples, columns["prompt"], strict=True)
+    ]
+    columns["prompts"] = columns.pop("prompt")
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in inspect.signature(function).parameters.values())
+    values = function(**{**(columns if takes_all else declared(function, 0, columns)), **options})
+    return (0.0 if value is None else value for value in values)
 
 
 def is_isolated(function: object) -> bool:
