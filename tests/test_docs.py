@@ -1,7 +1,9 @@
 """The documentation against the code: metrics that exist, links that lead somewhere, names that are there."""
 
 import json
+import os
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,12 +19,15 @@ from srtrl.build import run_training
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import build_recipe, read_source
+from srtrl.recipe.file import build_recipe, read_source, read_yaml
 from srtrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "tests" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(REPOSITORY / name for name in ("README.md", "tests/README.md", ".github/SECURITY.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -189,6 +194,19 @@ def test_links_to_names_lead_to_their_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert links.line_of("class A:\n    x: int = 1\n\n    def f(self): ...\n", "A.f") == 4
     behind = [page.name for page in links.pages() if links.with_lines(page) != page.read_text(encoding="utf-8")]
     assert behind == [], "run python docs/links.py"
+
+
+def test_continuous_integration_runs_what_the_repository_has() -> None:
+    """Its commands are targets of the Makefile or programs, on the versions of Python that the package names."""
+    workflow, _ = read_yaml((REPOSITORY / ".github/workflows/ci.yml").read_text(encoding="utf-8"), "ci.yml")
+    runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert runs == ["make setup", ".ci/run", "make test"]
+    targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"setup", "test"} <= {*targets}
+    assert os.access(REPOSITORY / ".ci/run", os.X_OK)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {text.rpartition(" ")[2] for text in project["classifiers"] if "Python ::" in text}
+    assert {*workflow["jobs"]["linux"]["strategy"]["matrix"]["python"]} <= named
 
 
 def test_options_in_the_prose_of_all_pages_exist() -> None:
