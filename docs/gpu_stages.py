@@ -159,7 +159,8 @@ def run_pytest(device: str, *paths: str) -> Row:
     options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-m", marker, *workers]
     lines = ["no output"]
     command = [sys.executable, "-m", "pytest", *options, *paths]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=wide()) as process:
+    environment = os.environ | {"COLUMNS": "300"}  # a terminal in which pytest cuts no reason off
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.strip())
@@ -167,11 +168,6 @@ def run_pytest(device: str, *paths: str) -> Row:
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     row: Row = {"passed": process.returncode == 0, "summary": lines[-1].strip("= ")}
     return row | ({"failed": failed} if failed else {})
-
-
-def wide() -> dict[str, str]:
-    """The environment with a terminal in which pytest cuts no reason off."""
-    return os.environ | {"COLUMNS": "300"}
 
 
 def graphs(device: str) -> list[Row]:

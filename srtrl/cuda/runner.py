@@ -152,8 +152,6 @@ class CudaRunner(Runner):
         """The device's work in a step; tests replace it by plain PyTorch."""
         self._has_graphs = is_cuda and options.cuda_graphs
         self._graphs = StepGraphs(device if self._has_graphs else None)
-        self._prepared: dict[Hashable, Callable[[], None]] = {}
-        """The steps whose graphs are captured together, by their keys."""
         self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
         """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
@@ -184,13 +182,12 @@ class CudaRunner(Runner):
         if not self._has_graphs:
             self.time_step(1, 1, 1)
             return
-        self._prepared = {
-            shape.graph_key: partial(self.compute, self._make_step(shape)) for shape in self.planner.graph_shapes()
-        }
         self._staging.wait()
-        self._staging.host.zero_()  # each is computed once before, without tiles
+        self._staging.host.zero_()  # each is computed once before it is captured, without tiles
         self._staging.upload(len(self._staging.host))
         self._drop_graphs_if_moved()
+        shapes = self.planner.graph_shapes()
+        self._graphs.prepare({shape.graph_key: partial(self.compute, self._make_step(shape)) for shape in shapes})
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`. Waits until the device has read the inputs of the step before."""
@@ -222,7 +219,7 @@ class CudaRunner(Runner):
         self.inputs, shape = inputs, inputs.shape
         fill_tiles(step.host["tiles"], inputs, self._num_rows, step.shape.rows_per_tile)
         if self._may_have_moved:
-            self._can_be_timed &= not self._drop_graphs_if_moved()
+            self._drop_graphs_if_moved()
         try:
             self._staging.upload(step.num_elements)
             can_capture = step.shape.is_captured
@@ -350,21 +347,15 @@ class CudaRunner(Runner):
         )
         return step
 
-    def _drop_graphs_if_moved(self) -> bool:
-        """Where weights or pages lie elsewhere, drop the graphs, and capture the prepared steps again.
+    def _drop_graphs_if_moved(self) -> None:
+        """Drop them where weights or pages lie elsewhere; with fewer pages all layers but the first have moved.
 
-        With fewer pages all layers but the first have moved.
-
-        Returns:
-            Whether they do.
+        Each is captured again by the first step that needs it: with sharded weights that may be so in each rollout.
         """
         tensors = [*self.model.parameters(), self.cache.key_pages, self.cache.value_pages]
         addresses = (self.num_pages, *(tensor.data_ptr() for tensor in tensors))
-        has_moved = addresses != self._addresses
-        if has_moved:
+        if addresses != self._addresses:
             self._addresses = addresses
             self.num_graphs_dropped += len(self._graphs)
             self._graphs.drop()
-            self._graphs.prepare(self._prepared)
         self._may_have_moved = False
-        return has_moved
