@@ -235,8 +235,9 @@ def show_config(
     as_json: Json = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Also check names, paths and options, as `train` does, and compute the memory."),
+        typer.Option("--check", help="Check names, paths and options, as `train` does; compute time, disk and memory."),
     ] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="With --check: also print the recipe.")] = False,
     gpu: Annotated[
         float | None,
         typer.Option(
@@ -247,31 +248,36 @@ def show_config(
 ) -> None:
     """Print a recipe with all values filled in.
 
-    These are its own, defaults and overrides. With --check a table follows, as comments: the memory of a training step
-    on one GPU, whether it fits, and what to change if not; the last line is the verdict. With --help-fields: print
-    every field and its meaning.
+    These are its own, defaults and overrides. With --check, what is computed of a run in place of them: its time, its
+    disk, the memory of a training step on one GPU, and what to change if it does not fit; the last line is the verdict.
+    With --help-fields: print every field and its meaning.
     """
     if help_fields:
         print_fields()
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
-    if gpu is not None and not check:
-        raise ValueError("--gpu needs --check")
+    if (gpu is not None or as_yaml) and not check:
+        raise ValueError("--gpu and --yaml need --check")
     source = read_source(recipe, overrides or ())
     resolved = build_recipe(source)
     if check:
         build_checked(source, warm_start=resolved.warm_start is not None)
         check_data(resolved)
     text = resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved).rstrip()
-    if not check:
+    if as_yaml or as_json or not check:
         print(text)
+    if not check:
         return
+    from srtrl.model.cpu_threads import num_cores
     from srtrl.planner import describe_memory
+    from srtrl.run.estimate import describe_cost
+    from srtrl.run.machine import choose_device
 
-    memory = [f"# {line}" for line in describe_memory(resolved, gpu)]
-    print(text)
-    print(*memory, sep="\n", file=sys.stderr if as_json else sys.stdout)
+    on_cpu = gpu is None and choose_device(resolved).type == "cpu"
+    lines = [*describe_cost(resolved, (resolved.num_threads or num_cores()) if on_cpu else None)]
+    lines += describe_memory(resolved, gpu)
+    print(*(f"# {line}" if as_yaml else line for line in lines), sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 
 def print_fields() -> None:

@@ -277,6 +277,8 @@ def test_the_result_has_the_figures_of_the_run(recipe: dict[str, Any]) -> None:
     result = srtrl.train(recipe, rewards=digits, rows=ROWS, eval_rows=ROWS[:3])
     rows = read_metrics(result.folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
+    rows[2]["eval/reward"] = rows[0]["eval/reward"] + 1
+    (result.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert (result.history, result.metrics) == (rows, rows[2])
     for held_out, row in ((result.before, rows[0]), (result.after, rows[2])):
         assert held_out == {name: value for name, value in row.items() if name.startswith("eval/")}
@@ -298,6 +300,9 @@ def test_a_wrong_key_is_its_text_alone(recipe: dict[str, Any]) -> None:
     assert "rollout.num_promts: unknown key, did you mean `num_prompts`?" in str(caught.value)
     assert "missing" not in str(caught.value)
     assert all(f"rollout.{name}: " in str(caught.value) for name in names)
+    with pytest.raises(ValueError, match=r"^override `rollout\.slotz`: rollout\.slotz: unknown key, did") as caught:
+        srtrl.generate("bundled:tiny", ["1+1="], overrides={"rollout.slotz": 1})
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

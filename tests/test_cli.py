@@ -190,7 +190,7 @@ def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None
     if recipe.warm_start is not None:  # what `srtrl warm-start` checks: such a recipe may make its model itself
         check_recipe(recipe, warm_start=True)
         return
-    result = run("show-config", path, "--check")
+    result = run("show-config", path, "--check", "--yaml")
     assert (result.exit_code, result.stderr) == (0, "")
     assert Recipe.model_validate(read_yaml(result.stdout, "stdout")[0]) == recipe
 
@@ -230,7 +230,7 @@ def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
     subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True, timeout=100)
     [wheel] = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
-    command = [sys.executable, "-m", "srtrl", "show-config", "quickstart", "--check"]
+    command = [sys.executable, "-m", "srtrl", "show-config", "quickstart", "--check", "--yaml"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True, timeout=60)
     assert Recipe.model_validate(read_yaml(done.stdout.decode(), "stdout")[0]) == load_recipe(

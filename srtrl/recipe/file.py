@@ -34,6 +34,8 @@ FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
 """Name of an option in TRL, verl or OpenRLHF -> the key that does the same here, or a sentence."""
 MIN_LIKENESS = 0.75
 """Of an unknown key and the known one that a message suggests."""
+MEANT = r"did you mean `([\w.]+)`"
+"""Of a message about an unknown key; that the key it means is missing needs no line then."""
 MAX_PROBLEMS = 20
 """That a message lists."""
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
@@ -232,17 +234,10 @@ def validate_section(section: type[SectionT], data: dict[str, Any], prefix: str 
         return section.model_validate(data)
     except ValidationError as error:
         problems = list(_problems_of(section, data, error))
-        meant = {
-            key
-            for problem in problems
-            for name in re.findall(r"did you mean `([\w.]+)`", problem.message)
-            for key in (name, f"{problem.key.rpartition('.')[0]}.{name}")
-        }
-        located = [
-            replace(problem, key=f"{prefix}.{problem.key}".strip("."))
-            for problem in problems
-            if not (problem.key in meant and problem.message.startswith("is missing"))
-        ]
+        hints = [(item.key.rpartition(".")[0], re.findall(MEANT, item.message)) for item in problems]
+        meant = {key for outer, names in hints for name in names for key in (name, f"{outer}.{name}")}
+        problems = [item for item in problems if not (item.key in meant and item.message.startswith("is missing"))]
+        located = [replace(problem, key=f"{prefix}.{problem.key}".strip(".")) for problem in problems]
         raise RecipeError(*located) from None
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from srtrl import ranks
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.run.checkpoint import Part, TrainerState, read_state, save_checkpoint
+from srtrl.run.estimate import describe_device
 from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.machine import add_machine, describe_machine
@@ -170,6 +171,7 @@ class Trainer:
         say, resume = self.progress.say, self.parts.flags.get("resume")
         if self.run.moved_to is not None:
             say(f"the folder that was {self.run.path} is now {self.run.moved_to}")
+        say("\n".join(describe_device(self.recipe, self.parts.policy.model)))
         prompts = self.parts.task.train_prompts
         report = self.parts.task.load_report or {"training prompts": len(prompts)}
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
