@@ -559,8 +559,11 @@ def main() -> int:
     if options.stage:
         json.dump(globals()[options.stage](options.device), sys.stdout)
         return 0
+    stages = options.stages.split(",") if options.stages else [*STAGES]
+    if unknown := set(stages) - {*STAGES, "training_math", "training_lora"}:
+        parser.error(f"--stages: no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
     started, results = time.monotonic(), dict[str, list[Row]]()
-    for stage in options.stages.split(",") if options.stages else STAGES:
+    for stage in stages:
         began = time.monotonic()
         seconds = min(STAGES.get(stage, 300), 60 * options.minutes - (began - started))
         results[stage] = run_stage(stage, options.device, seconds, options.logs)
