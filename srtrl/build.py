@@ -117,7 +117,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
-    set_cpu_threads(recipe.num_threads, device=choose_device(recipe).type)
+    device = choose_device(recipe)
+    set_cpu_threads(recipe.num_threads, device=device.type)
     seed_generators(recipe.seed, 0)
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
         tokenizer = build_tokenizer(recipe)
@@ -126,7 +127,6 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
-        device = choose_device(recipe)
         if recipe.repeatable and device.type == "cuda":
             fix_workspace()
         is_lora = recipe.model.lora is not None  # then the optimizer's state makes the policy of the base model

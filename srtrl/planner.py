@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from srtrl.build import DTYPES, build_draft_head, number_of_slots
 from srtrl.cuda.flash import choose_flash
+from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.features.critic import ValueModel
@@ -41,8 +42,8 @@ DEFAULT_GPU_GIB = 80.0
 """Where there is no GPU. One that is sold as 80 GB has about 79 GiB."""
 MAX_SHARE = 0.9
 """Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, fragmentation."""
-DECODER_LOGITS, DECODER_ROWS, DECODER_SPLITS = 2**10, 2**14, 2**17
-"""Of the decoder's buffers: rows of logits, of hidden states, and partial results of attention."""
+DECODER_LOGITS, DECODER_ROWS = 2**10, 2**14
+"""Of the decoder's buffers: rows of logits and of hidden states."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
 """With `train.sharding: fsdp2` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"
@@ -292,7 +293,7 @@ def decoder_bytes(policy: Transformer, *, has_graphs: bool) -> int:
     """Bytes of the decoder's buffers on a GPU, beside the KV cache, and of the graphs that it captures."""
     config, itemsize = policy.config, policy.dtype.itemsize
     rows = (DECODER_LOGITS * config.vocab_size + DECODER_ROWS * config.hidden_size) * itemsize
-    return rows + DECODER_SPLITS * (config.head_dim + 1) * 4 + (GRAPH_BYTES if has_graphs else 0)
+    return rows + SCRATCH_LANES * (config.head_dim + 1) * 4 + (GRAPH_BYTES if has_graphs else 0)
 
 
 def _make_policy(config: ModelConfig, section: ModelSection) -> Transformer:

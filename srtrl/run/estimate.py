@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from srtrl.engine.kv_memory import MAX_AUTO_SLOTS
 from srtrl.model.folders import is_local
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import published_shape
@@ -16,8 +17,6 @@ from srtrl.recipe.schema import Recipe
 
 MIN_SLOW_PARAMETERS = 400_000_000
 """A model with as many is one for a GPU: Qwen2.5-0.5B has 494 million."""
-MAX_SLOTS = 1024
-"""Sequences that are decoded at a time, with `rollout.slots: auto`."""
 
 
 class Speed(NamedTuple):
@@ -43,7 +42,7 @@ def step_seconds(recipe: Recipe, num_parameters: int, num_threads: int | None) -
     rollout, is_half = recipe.rollout, recipe.model.dtype == "bfloat16"
     speed = GPU[recipe.model.dtype] if num_threads is None else THREAD
     num_samples = rollout.num_prompts * rollout.num_samples
-    slots = MAX_SLOTS if rollout.slots == "auto" else rollout.slots
+    slots = MAX_AUTO_SLOTS if rollout.slots == "auto" else rollout.slots
     decode_step = speed.overhead + num_parameters * (2 if is_half else 4) / speed.bytes_per_second
     decode = -(-num_samples // slots) * rollout.max_new_tokens * decode_step
     passes = 2 + 6 * recipe.train.num_epochs * (1 if recipe.critic is None else 2)  # 2 of the rollout itself
