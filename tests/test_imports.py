@@ -28,7 +28,7 @@ HEAVY = (
     *("datasets", "math_verify", "matplotlib", "numba", "pandas", "pyarrow", "scipy", "sympy", "tensorboard"),
 )
 """What takes tenths of a second, or seconds, to import."""
-LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.metrics"
+LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.files, srtrl.metrics"
 IMPORTED_BY = {
     "--help": set(),
     "train --help": set(),
@@ -44,7 +44,7 @@ IMPORTED_BY = {
 }
 """Arguments of the command line, and what it imports of `HEAVY` at most; RUN is the folder of a run."""
 LAYERS = (
-    ("types", "resolve", "metrics", "statistics"),
+    ("types", "resolve", "files", "metrics", "statistics"),
     ("recipe",),
     ("ranks",),
     ("algorithms",),
