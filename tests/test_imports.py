@@ -75,14 +75,11 @@ NAMES_OF_FEATURES = (
     "spec_rl",
     "spec-rl",
     "off_policy",
-    "run_ahead",
-    "run-ahead",
-    "ahead of",
-    "runs ahead",
     "partial rollout",
     "features/",
     "srtrl.features",
 )
+"""Run-ahead and ranks are not among them: the core has a stand-in for each (`NoRunAhead`, `OneRank`)."""
 
 CHANGED_FROM_OUTSIDE = {
     "engine/batch.py sample": RECORD,

@@ -1,6 +1,6 @@
 """Run-ahead as the engine sees it: decode samples of later steps in slots, rows and pages that are free now.
 
-`NoRunAhead` is an engine without it, and says what each method is for; `srtrl.features.run_ahead` has the samples.
+`NoRunAhead` is an engine without it, and says what each method is for; a subclass has the samples.
 """
 
 from collections.abc import Sequence
