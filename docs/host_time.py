@@ -51,15 +51,15 @@ from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.cuda.shapes import padded_rows
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost
-from srtrl.engine.rows import StepInputs, StepSize
 from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
+from srtrl.engine.step_inputs import StepInputs, StepSize
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_cuda import CudaGuesses
 from srtrl.features.head_drafter import HeadDrafter
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import freeze_gc
 from srtrl.types import TopTokens

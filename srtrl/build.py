@@ -15,12 +15,12 @@ from srtrl import ranks
 from srtrl.cuda.compiler import check_triton
 from srtrl.cuda.flash import use_flash
 from srtrl.drafters.base import DrafterBase, resolve_drafter
-from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
+from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.engine.warm_up import compile_kernels
@@ -33,15 +33,15 @@ from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.lora import LoraAdamW
 from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
-from srtrl.features.sharing import RankShare
+from srtrl.features.sharing import SeveralRanks
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import LoraSection, Recipe
-from srtrl.rollout.share import Share
-from srtrl.rollout.turns import Turns
+from srtrl.rollout.one_rank import OneRank
+from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
@@ -160,7 +160,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             tokenizer=tokenizer,
             end_ids=end_ids,
             turns=turns,
-            share=choose_share(),
+            ranks=choose_ranks(),
         )
         credit = CreditAssigner(recipe) if recipe.rollout.mode == "on_policy" else CreditAssigner(recipe, age_metrics)
         return Parts(
@@ -215,9 +215,9 @@ def set_update(model: Transformer, recipe: Recipe) -> None:
         fuse_update(model)
 
 
-def choose_share() -> Share:
+def choose_ranks() -> OneRank:
     """What this process takes of each rollout: with one rank all of it."""
-    return RankShare() if ranks.count() > 1 else Share()
+    return SeveralRanks() if ranks.count() > 1 else OneRank()
 
 
 def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
@@ -384,7 +384,7 @@ def build_engine(
         runner=runner,
         cost=cost,
         compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
-        background=build_background(recipe, drafter),
+        run_ahead=build_run_ahead(recipe, drafter),
     )
 
 
@@ -441,17 +441,17 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
-def build_background(
+def build_run_ahead(
     recipe: Recipe, drafter: DrafterBase
-) -> Callable[[Batch, StepCost, DrafterBase], Background] | None:
-    """What makes the engine's background: run-aheads, where they are allowed and the drafter drafts from them."""
+) -> Callable[[Batch, StepCost, DrafterBase], NoRunAhead] | None:
+    """The constructor of the engine's run-ahead, where it is allowed and the drafter drafts from it; else None."""
     slowdown = recipe.rollout.run_ahead_max_slowdown
     if slowdown is None or recipe.rollout.draft_budget == 0 or not drafter.uses_texts:
         return None
     return partial(RunAhead, max_slowdown=slowdown)
 
 
-def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> Turns:
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> OneTurn:
     """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
 
     `record_folder`: see `EnvironmentTurns`.
@@ -460,7 +460,7 @@ def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folde
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer, record_folder)
+    return OneTurn(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer, record_folder)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

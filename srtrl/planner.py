@@ -29,7 +29,7 @@ from srtrl.features.lora import LoraAdamW
 from srtrl.model.folders import is_local
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import Softmax, token_logprobs
-from srtrl.model.shapes import published_shape
+from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Layer, ModelConfig, Style, Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
@@ -270,7 +270,7 @@ def _checked(recipe: Recipe) -> str:
 def find_config(path: str) -> tuple[ModelConfig, str]:
     """The shape of a model, without its weights, and what to say of where it is from.
 
-    The shapes of `srtrl.model.shapes` need no network; of another model on the hub only `config.json` is downloaded.
+    The shapes of `srtrl.model.published_shapes` need no network; of another hub model only `config.json` is downloaded.
 
     Raises:
         ValueError: there is no such model, or it is not supported.

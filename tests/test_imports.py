@@ -28,7 +28,7 @@ HEAVY = (
     *("datasets", "math_verify", "matplotlib", "numba", "pandas", "pyarrow", "scipy", "sympy", "tensorboard"),
 )
 """What takes tenths of a second, or seconds, to import."""
-LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.metrics"
+LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.files, srtrl.metrics"
 IMPORTED_BY = {
     "--help": set(),
     "train --help": set(),
@@ -44,7 +44,7 @@ IMPORTED_BY = {
 }
 """Arguments of the command line, and what it imports of `HEAVY` at most; RUN is the folder of a run."""
 LAYERS = (
-    ("types", "resolve", "metrics", "statistics"),
+    ("types", "resolve", "files", "metrics", "statistics"),
     ("recipe",),
     ("ranks",),
     ("algorithms",),
@@ -75,14 +75,11 @@ NAMES_OF_FEATURES = (
     "spec_rl",
     "spec-rl",
     "off_policy",
-    "run_ahead",
-    "run-ahead",
-    "ahead of",
-    "runs ahead",
     "partial rollout",
     "features/",
     "srtrl.features",
 )
+"""Run-ahead and ranks are not among them: the core has a stand-in for each (`NoRunAhead`, `OneRank`)."""
 
 CHANGED_FROM_OUTSIDE = {
     "engine/batch.py sample": RECORD,

@@ -28,8 +28,8 @@ from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
-from srtrl.run.metrics import describe_step, headline, run_figures, step_problems
 from srtrl.run.progress import SPARKS, RunProgress, sparkline
+from srtrl.run.step_metrics import describe_step, headline, run_figures, step_problems
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
 from srtrl.trainer.optimizer import learning_rate_at

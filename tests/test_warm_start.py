@@ -29,8 +29,8 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.weights import load_model
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
+from srtrl.rollout.one_turn import OneTurn
 from srtrl.rollout.packing import pack
-from srtrl.rollout.turns import Turns
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import load_task
@@ -166,7 +166,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
     sequences, logprobs = [], []
     for prompt in task.train_prompts[:5]:
         solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
-        sequences.append(solution_sequence(task, Turns(tokenizer), prompt))
+        sequences.append(solution_sequence(task, OneTurn(tokenizer), prompt))
         assert sequences[-1].token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
         token_ids = torch.from_numpy(sequences[-1].token_ids)
         rows = peer(token_ids[None]).logits[0].log_softmax(-1)  # [L, V]

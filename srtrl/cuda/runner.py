@@ -4,7 +4,7 @@ The host writes a step into pinned memory (`inputs_for`); `launch` queues its co
 the step before has left, the forward pass with sampling, and the copy of the results, and returns while the device
 computes; `wait` brings the tokens and log-probs. All lie at fixed addresses, so that one captured graph holds them.
 The same path runs on a CPU under Triton's interpreter, kernel by kernel, for tests. Letters: see
-`srtrl/engine/rows.py`; V vocabulary, D width of the model, K most likely tokens.
+`srtrl/engine/step_inputs.py`; V vocabulary, D width of the model, K most likely tokens.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,9 @@ from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
 from srtrl.cuda.shapes import LaunchShape, ShapePlanner, row_edges
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, fill_tiles
-from srtrl.engine.rows import (
+from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
+from srtrl.engine.step_inputs import (
     Array,
     Int32Array,
     Int64Array,
@@ -33,8 +35,6 @@ from srtrl.engine.rows import (
     slices_of,
     views_of,
 )
-from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens

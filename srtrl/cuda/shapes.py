@@ -22,8 +22,8 @@ from srtrl.cuda.tiles import (
     programs_per_device,
 )
 from srtrl.engine.draft_budget import MAX_ROWS
-from srtrl.engine.rows import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
+from srtrl.engine.step_inputs import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.model.transformer import ModelConfig
 
 MAX_GRAPH_ROWS = 2048

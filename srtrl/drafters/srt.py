@@ -12,7 +12,7 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, 
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.foresight import NOTHING, combine, find_taken, foresee
-from srtrl.drafters.rollout_cache import Rollout, RolloutCache
+from srtrl.drafters.rollout_cache import CachedRollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.texts import NO_PENDING, NONE, START_TOKEN, Pending, TextStore
 from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
@@ -121,15 +121,15 @@ class Drafter(DrafterBase):
 
     def _begin_texts(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Begin texts of some slots; before a prompt's first one its history is inserted, the most useful last."""
-        start = Rollout(np.array([START_TOKEN], np.int32), unknown(1))
+        start = CachedRollout(np.array([START_TOKEN], np.int32), unknown(1))
         texts, distributions, numbers = [], [NO_DISTRIBUTIONS], []
         for request in requests:
-            key, history = key_of(request), list[Rollout]()
+            key, history = key_of(request), list[CachedRollout]()
             if key not in self._prompts:
                 self._prompts[key] = len(self._prompts)
                 early = [one for by_key in self._texts for one in by_key.get(key, {}).values()]
                 history = self.cache(request.purpose).rollouts(request.prompt_token_ids)
-                history += [Rollout(text, NO_DISTRIBUTIONS) for text in early]
+                history += [CachedRollout(text, NO_DISTRIBUTIONS) for text in early]
             numbers.append(self._prompts[key])
             parts = [*(part for one in history for part in (start, one)), start]
             texts.append(np.concatenate([part.tokens for part in parts]))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.engine.rows import Int64Array
+from srtrl.engine.step_inputs import Int64Array
 from srtrl.types import Purpose
 
 Array = npt.NDArray[Any]

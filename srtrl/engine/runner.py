@@ -17,7 +17,7 @@ from torch import Tensor
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.batch import Batch
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
+from srtrl.engine.step_inputs import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens

@@ -118,7 +118,7 @@ def run_evals(
                 tokenizer=tokenizer,
                 end_ids=end_ids,
                 turns=turns,
-                share=build.choose_share(),
+                ranks=build.choose_ranks(),
             )
             groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))
         yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)

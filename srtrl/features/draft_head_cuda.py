@@ -16,7 +16,7 @@ from srtrl.cuda.jit import jit
 from srtrl.cuda.runner import CudaRunner, PinnedCopy, QueueMark
 from srtrl.cuda.sampling import BLOCK, load_scaled, noise_bits, rough_gumbel
 from srtrl.cuda.shapes import padded_rows
-from srtrl.engine.rows import Int32Array, aligned
+from srtrl.engine.step_inputs import Int32Array, aligned
 from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead
 
 Array = npt.NDArray[Any]

@@ -22,12 +22,12 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import StepCost
-from srtrl.engine.rows import Int32Array, Int64Array
 from srtrl.engine.runner import Runner
 from srtrl.engine.stats import MAX_DEPTH
+from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.engine.verify import NO_ROW
 from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead, draft_chains, merge_chains
-from srtrl.metrics import write_atomic
+from srtrl.files import write_atomic
 from srtrl.types import Purpose, Request
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ import numpy as np
 
 from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
-from srtrl.metrics import check_output, write_atomic
+from srtrl.files import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
-from srtrl.run.metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
+from srtrl.run.step_metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MARK = "· srtrl</title>"

@@ -68,7 +68,7 @@ class DrawsUntilFull(Draws):
             self.undecided.remove(draw)
             self._rollouts += rollouts
             is_kept = self.keeps(RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw, rollouts=rollouts))
-            collector.share.add("kept" if is_kept else "dropped")
+            collector.ranks.add("kept" if is_kept else "dropped")
             if is_kept:
                 self._kept.add(draw)
         opened: list[int] = []
@@ -82,8 +82,8 @@ class DrawsUntilFull(Draws):
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`; whether all draws that the batch needs are decided."""
-        num_dropped = collector.share.read("dropped")
-        return collector.share.read("kept") + num_dropped >= self._limit(num_dropped)
+        num_dropped = collector.ranks.read("dropped")
+        return collector.ranks.read("kept") + num_dropped >= self._limit(num_dropped)
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`."""
@@ -103,8 +103,8 @@ class DrawsUntilFull(Draws):
     def _take_next(self, collector: Collector) -> int | None:
         """This rank's next draw, if it may be opened now."""
         if self._next is None:
-            self._next = collector.share.add("draws")
-        if self._next >= self._limit(collector.share.read("dropped")):
+            self._next = collector.ranks.add("draws")
+        if self._next >= self._limit(collector.ranks.read("dropped")):
             return None
         number, self._next = self._next, None
         return self.first_draw + number

@@ -14,7 +14,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Unpack
 
-from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, write_atomic
+from srtrl.files import is_temporary, sync_folder, write_atomic
+from srtrl.metrics import MetricLog, read_metrics
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines

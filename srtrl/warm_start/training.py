@@ -19,7 +19,7 @@ from torch import Tensor
 from srtrl import build, ranks
 from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
-from srtrl.metrics import new_folder, temporary_beside, write_atomic
+from srtrl.files import new_folder, temporary_beside, write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.hf_config import config_from_hf
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.model.transformer import Transformer
-    from srtrl.rollout.turns import Turns
+    from srtrl.rollout.one_turn import OneTurn
 
 RECORD = "warm_start.json"
 TOKENIZER_PROBLEMS = 10_000
@@ -226,7 +226,7 @@ def update_plan(section: WarmStartSection) -> UpdatePlan:
     )
 
 
-def solution_sequence(task: TaskBase, turns: Turns, prompt: Prompt) -> TrainSequence:
+def solution_sequence(task: TaskBase, turns: OneTurn, prompt: Prompt) -> TrainSequence:
     """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
 
     It may hold the observations of an environment: tokens as in a rollout, no targets.
@@ -255,7 +255,7 @@ def solution_batches(
     recipe: Recipe,
     section: WarmStartSection,
     task: TaskBase,
-    turns: Turns,
+    turns: OneTurn,
 ) -> Iterator[tuple[list[TrainSequence], int]]:
     """The solutions of the training problems, in data order and without end.
 

@@ -1,4 +1,4 @@
-"""The share that this process takes of each rollout: all of it, unless several ranks share it."""
+"""The part of each rollout that this process decodes: with one rank all of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RequestsOf = Callable[[Sequence[tuple[int, Prompt]]], list[Request]]
 """The requests of draws, see `Collector.requests`."""
 
 
-class Share:
-    """All samples of each rollout, and counters. A subclass takes a part of them, and shares the counters."""
+class OneRank:
+    """Decodes all samples of each rollout, and counts. A subclass decodes a part; its ranks share the counters."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()

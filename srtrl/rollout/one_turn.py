@@ -33,7 +33,7 @@ class Answer:
     """The turns of a sample that has ended; None: a single turn."""
 
 
-class Turns:
+class OneTurn:
     """Samples of a single turn: each has ended when the decoder gives it back. Subclasses let environments answer.
 
     A context manager: samples are given to it inside.
