@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from bench_cases import REPEATER, Repeater, recorded, run, tree_of, write_rows
+from tokenizers.processors import TemplateProcessing
 
 from srtrl.bench.recorded import Recording, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, count_accepted
@@ -90,7 +91,7 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-HI = [72, 73]
+HI = [0, 72, 73]
 A = [65, 0]
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -141,9 +142,11 @@ LOGS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("rows", LOGS.values(), ids=LOGS.keys())
 def test_logs_of_other_trainers_and_engines_are_read(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     tokenizer = train_tokenizer([], 257)
-    tokenizer.chat_template = "{{ messages[-1].content }}"
+    begin = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.chat_template = "{{ eos_token }}{{ messages[-1].content }}"
     tokenizer.save_pretrained(tmp_path)
-    assert (tokenizer.encode("hi"), [*tokenizer.encode("a"), tokenizer.eos_token_id]) == (HI, A)
+    assert (tokenizer.encode("hi"), tokenizer.encode("a")) == (HI, A[::-1])
     [[prompt]] = read_recorded(write_rows(tmp_path / "log.jsonl", *rows), tokenizer=str(tmp_path), max_tokens=5)
     assert (list(prompt.prompt_token_ids), [sample.tokens.tolist() for sample in prompt.samples]) == (HI, [A])
 
