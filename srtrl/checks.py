@@ -65,7 +65,7 @@ def check_data(recipe: Recipe) -> None:
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
     task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
-    DataOrder(len(task.train_prompts), recipe.seed)
+    task.order(recipe.seed) or DataOrder(len(task.train_prompts), recipe.seed)
     training_evals(task, recipe)
 
 

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 
 from srtrl.recipe.rollout import (
     MAX_WIDTH,
@@ -65,6 +65,22 @@ class TaskSection(Section):
     """A task in `srtrl/tasks/`, or `package.module:Class` of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that task; its `Options` class documents and checks them."""
+
+
+class MixedTaskSection(TaskSection):
+    """One of several tasks of a run."""
+
+    label: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Last part of the names of its metrics (`eval/accuracy/<label>`); by default its name, without the package."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its draws are in the proportion of this to the other tasks' weights."""
+    rewards: list[RewardSection] | None = Field(default=None, min_length=1)
+    """Rewards of its samples, in place of the recipe's `rewards`."""
+
+    @property
+    def shown_label(self) -> str:
+        """The label, given or not."""
+        return self.label or self.name.rpartition(":")[2]
 
 
 class KLSection(Section):
@@ -299,7 +315,7 @@ class Recipe(Section):
     model: ModelSection
     """The policy."""
     task: TaskSection
-    """Prompts and their grading."""
+    """Prompts and their grading: one section, or a list of tasks, each with a weight (docs/data.md)."""
     rewards: list[RewardSection] = Field(default_factory=lambda: [RewardSection(name="correct")], min_length=1)
     """Weighted sum of named rewards."""
     grading: GradingSection = GradingSection()
@@ -320,6 +336,19 @@ class Recipe(Section):
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
     _home: Path = PrivateAttr(default_factory=Path.cwd)
     """Where a relative `output_dir` is: a reward may change the current folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_tasks(cls, data: Any) -> Any:
+        """A list of tasks is the task `mixture`; of one task it is that task."""
+        tasks = data.get("task") if isinstance(data, dict) else None
+        if not isinstance(tasks, list) or not tasks:
+            return data
+        if len(tasks) > 1 or not isinstance(tasks[0], dict):
+            return data | {"task": {"name": "mixture", "options": {"tasks": tasks}}}
+        task = {key: value for key, value in tasks[0].items() if key not in ("label", "weight", "rewards")}
+        MixedTaskSection.model_validate(tasks[0])
+        return data | {"task": task} | ({"rewards": tasks[0]["rewards"]} if tasks[0].get("rewards") else {})
 
     @property
     def folder(self) -> Path:

@@ -108,6 +108,10 @@ class DataOrder:
             self._epoch = epoch
         return int(self._permutation[place])
 
+    def epochs(self, num_draws: int) -> dict[str, float]:
+        """The metric `data/epoch` after so many draws."""
+        return {"data/epoch": num_draws / self.num_prompts}
+
 
 class Sampler:
     """Takes each step's groups from the data order, at the place `num_draws`."""
@@ -120,7 +124,7 @@ class Sampler:
         """Draws that the steps so far have used."""
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
-        self.order = DataOrder(len(task.train_prompts), recipe.seed)
+        self.order = task.order(recipe.seed) or DataOrder(len(task.train_prompts), recipe.seed)
         rollout = recipe.rollout
         self.max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
@@ -137,7 +141,7 @@ class Sampler:
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, rollout = self.context, self.context.recipe.rollout
-        epoch = self.num_draws / self.order.num_prompts
+        epochs = self.order.epochs(self.num_draws)
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         rollouts = self.collect(step, collector)
         check_not_all_failed(rollouts.groups, f"step {step}")
@@ -145,7 +149,8 @@ class Sampler:
         num_short = max(0, self.num_wanted - len(rollouts.kept)) if rollout.dynamic_sampling else 0
         metrics = {
             **rollout_metrics(rollouts, context.grader.outcomes),
-            "data/epoch": epoch,
+            **context.grader.task_metrics(rollouts.groups, rollouts.kept),
+            **epochs,
             "groups/short": num_short,
             "tokens/unknown": context.count_unknown(rollouts),
         }
