@@ -14,8 +14,6 @@ from srtrl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from srtrl.tasks.grading import Grader
-
 NAME_SOME = "name some in task.options"
 """What to do without held-out problems; from Python it is an argument (srtrl/api.py)."""
 NO_HELD_OUT = (
@@ -58,8 +56,8 @@ class TaskBase:
     """Problems to train on; empty where the options name none."""
     eval_prompts: Sequence[Prompt] = ()
     """Held-out problems; empty where the options name none."""
-    grader_class: type["Grader"] | None = None
-    """In place of `Grader`."""
+    grader_class: type[Any] | None = None
+    """In place of `srtrl.tasks.grading:Grader`, a subclass of it."""
     load_report: Mapping[str, int] = MappingProxyType({})
     """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
 

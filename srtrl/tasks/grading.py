@@ -324,7 +324,8 @@ def make_grader(
     task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
 ) -> Grader:
     """The grader of a task; see `Grader`."""
-    return (task.grader_class or Grader)(task, rewards, grading, max_new_tokens)
+    grader_class: type[Grader] = task.grader_class or Grader
+    return grader_class(task, rewards, grading, max_new_tokens)
 
 
 def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:

@@ -225,9 +225,9 @@ class Task(TaskBase):
         """Check each task's options and rewards; ValueError."""
         for index, section in enumerate(options.tasks):
             task_class, own = resolve_task(section, f"{key_of(index)}.options")
-            task_class.check_options(own)
             if task_class.verifier is None:
                 raise ValueError(NO_VERIFIER.format(key_of(index), section.name))
+            task_class.check_options(own)
             try:
                 resolve_rewards(section.rewards or ())
             except ValueError as error:
