@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from srtrl.recipe.rollout import (
     MAX_WIDTH,
@@ -344,11 +344,18 @@ class Recipe(Section):
         tasks = data.get("task") if isinstance(data, dict) else None
         if not isinstance(tasks, list) or not tasks:
             return data
-        if len(tasks) > 1 or not isinstance(tasks[0], dict):
+        try:
+            (only,) = [MixedTaskSection.model_validate(task) for task in tasks]
+        except ValueError:  # there are several, or there is a mistake in it, which the mixture names
             return data | {"task": {"name": "mixture", "options": {"tasks": tasks}}}
-        task = {key: value for key, value in tasks[0].items() if key not in ("label", "weight", "rewards")}
-        MixedTaskSection.model_validate(tasks[0])
+        task = only.model_dump(exclude_unset=True, include={"name", "options"})
         return data | {"task": task} | ({"rewards": tasks[0]["rewards"]} if tasks[0].get("rewards") else {})
+
+    @model_serializer(mode="wrap")
+    def write_tasks(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The mixture as the list that it was."""
+        data: dict[str, Any] = handler(self)
+        return data | ({"task": self.task.options["tasks"]} if self.task.name == "mixture" and "task" in data else {})
 
     @property
     def folder(self) -> Path:

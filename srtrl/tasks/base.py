@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.resolve import Caught, describe_error, describe_value, resolve_class
+from srtrl.tasks.order import DataOrder, Order
 from srtrl.tasks.rendering import Message
 from srtrl.types import Prompt
 
@@ -35,18 +36,6 @@ class Verifier(Protocol):
         """Whether `text` gives the reference `answer`: a completion, after `<think>` if its prompt ends with that."""
 
 
-class Order(Protocol):
-    """Which training prompt is drawn when: a pure function of the draw."""
-
-    num_prompts: int
-
-    def prompt_of(self, draw: int) -> int:
-        """Prompt index of draw `draw` of the run (0-based)."""
-
-    def epochs(self, num_draws: int) -> dict[str, float]:
-        """The metrics `data/epoch...` after so many draws."""
-
-
 class TaskBase:
     """Prompts, their grading, and supervised targets. A task is a subclass; what it leaves out is as here."""
 
@@ -69,9 +58,9 @@ class TaskBase:
         """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
         return None
 
-    def order(self, seed: int) -> "Order | None":
-        """Which training prompt is drawn when; by default shuffled in each epoch (`DataOrder`)."""
-        return None
+    def order(self, seed: int) -> Order:
+        """Which training prompt is drawn when."""
+        return DataOrder(len(self.train_prompts), seed)
 
     @classmethod
     def check_options(cls, options: Any) -> None:
@@ -138,10 +127,9 @@ def load_section(
     *,
     max_prompt_tokens: int,
     tools: Sequence[dict[str, Any]] = (),
-    key: str = "task.options",
 ) -> TaskBase:
-    """As `load_task`, for one section; `key` begins the keys of errors in its options."""
-    task_class, options = resolve_task(section, key)
+    """As `load_task`, for one section."""
+    task_class, options = resolve_task(section)
     if tools and "chat_template_options" in type(options).model_fields:
         template_options = {"tools": list(tools), **getattr(options, "chat_template_options", {})}
         options = options.model_copy(update={"chat_template_options": template_options})
@@ -189,12 +177,12 @@ def typed_prompts(task: TaskSection, prompts: Sequence[str | list[Message]]) -> 
     return [task_class.typed_prompt(options, prompt) for prompt in prompts]
 
 
-def resolve_task(task: TaskSection, key: str = "task.options") -> tuple[type[TaskBase], Section]:
-    """The class that a task names, and its options; RecipeError with keys after `key` where they are incorrect."""
+def resolve_task(task: TaskSection) -> tuple[type[TaskBase], Section]:
+    """The class that a task names, and its options."""
     task_class = resolve_class("srtrl.tasks", task.name, "Task")
     if not (isinstance(task_class, type) and issubclass(task_class, TaskBase)):
         raise ValueError(f"`{task.name}` is no task; expected a subclass of {__name__}:TaskBase")
     options = task_class.Options
     if not (isinstance(options, type) and issubclass(options, Section)):
         raise ValueError(f"`{task.name}`: its `Options` is {describe_value(options)}; expected a subclass of Section")
-    return task_class, validate_section(options, dict(task.options), key)
+    return task_class, validate_section(options, dict(task.options), "task.options")

@@ -4,31 +4,31 @@ A recipe's list of two or more tasks is this task with them as `options.tasks`. 
 ids begin with the task's label. Draws are shared by weight in fixed proportions: see `MixedOrder`.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, chain, zip_longest
-from math import gcd, lcm
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field, field_validator
 
+from srtrl.recipe.file import RecipeError
 from srtrl.recipe.schema import GradingSection, MixedTaskSection, RewardSection, Section
 from srtrl.tasks.base import TaskBase, load_section, needs_network, resolve_task
 from srtrl.tasks.grading import Grader, GradeTicket
+from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_CYCLE = 100_000
-"""Draws after which the proportions of a mixture begin again, at most."""
-NO_VERIFIER = "{}: the task {} has no verifier, which each of several tasks needs: train on it in a run of its own"
+NO_VERIFIER = "task.name: {} has no verifier, which each of several tasks needs: train on it in a run of its own"
 
 
 class MixtureOptions(Section):
@@ -40,71 +40,57 @@ class MixtureOptions(Section):
     @field_validator("tasks")
     @classmethod
     def check_tasks(cls, tasks: list[MixedTaskSection]) -> list[MixedTaskSection]:
-        """Refuse two tasks of one label, a mixture in a mixture, and weights without a short cycle."""
+        """Refuse two tasks of one label, and a mixture in a mixture."""
         labels = [task.shown_label for task in tasks]
         if twice := [label for label, count in Counter(labels).items() if count > 1]:
             raise ValueError(f"two tasks are labelled `{twice[0]}`, which names their metrics: give one another label")
         if any(task.name == "mixture" for task in tasks):
             raise ValueError("a mixture has no mixture inside: list all tasks side by side")
-        num_draws = sum(shares([task.weight for task in tasks]))
-        if num_draws > MAX_CYCLE:
-            raise ValueError(f"these weights repeat after {num_draws:,} draws, at most {MAX_CYCLE:,}: round them")
         return tasks
 
 
 class MixedOrder:
     """Which prompt of a mixture is drawn when: a pure function of (seed, draw), as `DataOrder`.
 
-    A draw takes the task whose (draws so far + 1) / weight is smallest, the first of equals. So after each cycle of
-    sum(shares) draws every task has had exactly its share. Within a task each epoch is a permutation of its own, laid
-    end to end. The number of draws is saved by checkpoints, and the place in each permutation follows from it.
+    A draw takes the task whose (draws so far + 1) / weight is smallest, the first of equals. Within a task each epoch
+    is a permutation of its own, laid end to end. The number of draws is saved by checkpoints; all else follows from it.
 
     Args:
         sizes: Number of prompts of each task; its prompts follow those of the tasks before it.
-        weights: Of each task.
+        weights: Of each task, taken as written in decimals.
         labels: The last part of each task's metric.
         seed: The recipe's.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], labels: Sequence[str], seed: int) -> None:
         self.num_prompts = sum(sizes)
-        self._sizes, self._labels, self._seed = sizes, labels, seed
+        self._labels = labels
         self._starts = [0, *accumulate(sizes)]
-        self._shares = shares(weights)
-        turns = [(Fraction(n + 1, share), task) for task, share in enumerate(self._shares) for n in range(share)]
-        self._cycle = [task for _, task in sorted(turns)]
-        self._permutations: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
-        counts = [0] * len(sizes)
-        self._earlier: list[tuple[int, ...]] = []  # [draw of a cycle]: draws of each task before it, in this cycle
-        for task in self._cycle:
-            self._earlier.append(tuple(counts))
-            counts[task] += 1
+        self._orders = [DataOrder(size, seed, task) for task, size in enumerate(sizes)]
+        self._weights = [Fraction(str(weight)) for weight in weights]
+        self._places: list[tuple[int, int]] = []  # [draw]: its task, and how many draws of this task are before it
+        self._counts = [0] * len(sizes)
 
-    def task_of(self, draw: int) -> int:
-        """Index of the task of draw `draw` of the run (0-based)."""
-        return self._cycle[draw % len(self._cycle)]
-
-    def counts(self, num_draws: int) -> list[int]:
-        """How many of the first `num_draws` draws each task has had."""
-        cycle, place = divmod(num_draws, len(self._cycle))
-        return [cycle * share + earlier for share, earlier in zip(self._shares, self._earlier[place], strict=True)]
+    def place_of(self, draw: int) -> tuple[int, int]:
+        """Index of the task of draw `draw` of the run (0-based), and the number of earlier draws of this task."""
+        while len(self._places) <= draw:
+            shares = [(count + 1) / weight for count, weight in zip(self._counts, self._weights, strict=True)]
+            task = shares.index(min(shares))
+            self._places.append((task, self._counts[task]))
+            self._counts[task] += 1
+        return self._places[draw]
 
     def prompt_of(self, draw: int) -> int:
         """Prompt index of draw `draw` of the run (0-based)."""
-        task = self.task_of(draw)
-        epoch, place = divmod(self.counts(draw)[task], self._sizes[task])
-        if self._permutations.get(task, (-1,))[0] != epoch:
-            permutation = np.random.default_rng((self._seed, epoch, task)).permutation(self._sizes[task])
-            self._permutations[task] = epoch, permutation
-        return self._starts[task] + int(self._permutations[task][1][place])
+        task, place = self.place_of(draw)
+        return self._starts[task] + self._orders[task].prompt_of(place)
 
     def epochs(self, num_draws: int) -> dict[str, float]:
         """`data/epoch` of all prompts after so many draws, and that of each task."""
-        counts = zip(self._labels, self.counts(num_draws), self._sizes, strict=True)
-        return {
-            "data/epoch": num_draws / self.num_prompts,
-            **{f"data/epoch/{label}": count / size for label, count, size in counts},
-        }
+        counts = Counter(self.place_of(draw)[0] for draw in range(num_draws))
+        orders = zip(self._labels, self._orders, strict=True)
+        own = {f"data/epoch/{label}": counts[task] / order.num_prompts for task, (label, order) in enumerate(orders)}
+        return {"data/epoch": num_draws / self.num_prompts, **own}
 
 
 class MixedGrader(Grader):
@@ -187,17 +173,15 @@ class Task(TaskBase):
     ) -> None:
         self.sections = options.tasks
         self.labels = [section.shown_label for section in options.tasks]
-        self.parts = [
-            load_section(section, tokenizer, max_prompt_tokens=max_prompt_tokens, key=f"{key_of(index)}.options")
-            for index, section in enumerate(options.tasks)
-        ]
-        for index, part in enumerate(self.parts):
-            if not part.train_prompts:
-                raise ValueError(f"{key_of(index)}: task {self.labels[index]} has no training prompts")
-            if part.verifier is None:
-                raise ValueError(
-                    f"{key_of(index)}: task {self.labels[index]} has no verifier: train on it in a run apart"
-                )
+        self.parts: list[TaskBase] = []
+        for index, section in enumerate(options.tasks):
+            with _errors_of(index):
+                part = load_section(section, tokenizer, max_prompt_tokens=max_prompt_tokens)
+                if part.verifier is None:
+                    raise ValueError(NO_VERIFIER.format(section.name))
+                if not part.train_prompts:
+                    raise ValueError("task.options: no training prompts; each of several tasks needs some")
+                self.parts.append(part)
         prompts = [_labelled(label, part.train_prompts) for label, part in zip(self.labels, self.parts, strict=True)]
         self.first_prompts = [some[0] for some in prompts]
         self.train_prompts = list(chain(*prompts))
@@ -224,14 +208,12 @@ class Task(TaskBase):
     def check_options(cls, options: MixtureOptions) -> None:
         """Check each task's options and rewards; ValueError."""
         for index, section in enumerate(options.tasks):
-            task_class, own = resolve_task(section, f"{key_of(index)}.options")
-            if task_class.verifier is None:
-                raise ValueError(NO_VERIFIER.format(key_of(index), section.name))
-            task_class.check_options(own)
-            try:
+            with _errors_of(index):
+                task_class, own = resolve_task(section)
+                if task_class.verifier is None:
+                    raise ValueError(NO_VERIFIER.format(section.name))
+                task_class.check_options(own)
                 resolve_rewards(section.rewards or ())
-            except ValueError as error:
-                raise ValueError(f"{key_of(index)}.{error}") from error
 
     @classmethod
     def needs_network(cls, options: MixtureOptions) -> bool:
@@ -248,22 +230,22 @@ class Task(TaskBase):
         return self._part_of[label_of(prompt)].solution(prompt)
 
 
-def shares(weights: Iterable[float]) -> list[int]:
-    """The smallest whole numbers in the proportions of `weights`, which are taken as written in decimals."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    return [number // gcd(*whole) for number in whole]
-
-
 def label_of(prompt: Prompt) -> str:
     """The label of a prompt's task."""
     return prompt.prompt_id.partition("/")[0]
 
 
-def key_of(index: int) -> str:
-    """The key of a task of a mixture in the recipe."""
-    return f"task.options.tasks.{index}"
+@contextmanager
+def _errors_of(index: int) -> Iterator[None]:
+    """Errors inside name the keys of this task of the list: `task.1.options...` for `task.options...`."""
+    rename = partial(re.sub, r"^(task\.|(?=rewards\b))", f"task.{index}.")
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(*(replace(item, key=rename(item.key)) for item in error.problems)) from error
+    except ValueError as error:
+        what = rename(str(error))
+        raise ValueError(what if what.startswith("task.") else f"task.{index}: {what}") from error
 
 
 def accuracy(rollouts: Sequence[Rollout]) -> float:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from srtrl.engine.stopping import count_unknown
 from srtrl.environments.formats import resolve_format
@@ -83,36 +82,6 @@ class RolloutContext:
         return self.turns.started(prompt, self.recipe.rollout.max_prompt_tokens)
 
 
-class DataOrder:
-    """A seeded permutation of the prompts for each epoch, laid end to end: which prompt is drawn when.
-
-    A pure function of (seed, place in the run), so later draws are known in advance.
-
-    Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
-    next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
-    """
-
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        if num_prompts < 1:
-            raise ValueError("the task has no training prompts: check task.options (and what was dropped at load)")
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self._epoch = -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-    def prompt_of(self, draw: int) -> int:
-        """Prompt index of draw `draw` of the run (0-based)."""
-        epoch, place = divmod(draw, self.num_prompts)
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.num_prompts)
-            self._epoch = epoch
-        return int(self._permutation[place])
-
-    def epochs(self, num_draws: int) -> dict[str, float]:
-        """The metric `data/epoch` after so many draws."""
-        return {"data/epoch": num_draws / self.num_prompts}
-
-
 class Sampler:
     """Takes each step's groups from the data order, at the place `num_draws`."""
 
@@ -124,7 +93,7 @@ class Sampler:
         """Draws that the steps so far have used."""
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
-        self.order = task.order(recipe.seed) or DataOrder(len(task.train_prompts), recipe.seed)
+        self.order = task.order(recipe.seed)
         rollout = recipe.rollout
         self.max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
