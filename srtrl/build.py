@@ -50,7 +50,7 @@ from srtrl.run.place import StartFlags, TrainingResult
 from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
-from srtrl.tasks.grading import Grader
+from srtrl.tasks.grading import make_grader
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
@@ -156,7 +156,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         context = RolloutContext(
             recipe=recipe,
             engine=engine,
-            grader=Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
+            grader=make_grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
             tokenizer=tokenizer,
             end_ids=end_ids,
             turns=turns,

@@ -56,7 +56,6 @@ def check_data(recipe: Recipe) -> None:
     from srtrl.model.folders import is_local
     from srtrl.tasks.base import load_task, needs_network
     from srtrl.trainer.evaluate import training_evals
-    from srtrl.trainer.sampling import DataOrder
 
     paths = [recipe.model.path, recipe.model.tokenizer or recipe.model.path]
     makes_model = recipe.warm_start is not None and recipe.warm_start.architecture is not None
@@ -65,7 +64,7 @@ def check_data(recipe: Recipe) -> None:
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
     task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
-    DataOrder(len(task.train_prompts), recipe.seed)
+    task.order(recipe.seed)
     training_evals(task, recipe)
 
 

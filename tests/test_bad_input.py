@@ -38,6 +38,7 @@ ABBREVIATIONS = {
     "ONE_SAMPLE": "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
     "OPTIONS": "algorithm.loss_options",
     "CHECK": "show-config recipe.yaml --check",
+    "EASY": "{name: arithmetic, label: easy}",
     "PROMPTS": """
         'task={name: prompts, options: {train: {files: [prompts.jsonl]}}}' 'rewards=[{name: "flawed:long"}]'
     """,

@@ -30,10 +30,10 @@ from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
 from srtrl.run.progress import SPARKS, RunProgress, sparkline
 from srtrl.run.step_metrics import describe_step, headline, run_figures, step_problems
+from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
 from srtrl.trainer.optimizer import learning_rate_at
-from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingStoppedError
 
 QUICK: dict[str, Any] = {

@@ -62,6 +62,11 @@ NO_RATIO = "algorithm.loss policy_gradient has no ratio, and after the first opt
 
 RULES: tuple[Rule, ...] = (
     (
+        "rollout.environment",
+        lambda r: r.task.name == "mixture" and r.rollout.environment is not None,
+        "an environment goes with one task: expected none with several tasks, or one task",
+    ),
+    (
         "train.micro_batch_tokens",
         lambda r: r.train.micro_batch_tokens < _longest(r),
         "expected at least {rollout.max_prompt_tokens} + {rollout.max_new_tokens}, for one sequence of "

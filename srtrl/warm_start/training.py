@@ -36,7 +36,6 @@ from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import response_logprobs
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.sampling import DataOrder
 from srtrl.types import Prompt, TrainSequence
 
 if TYPE_CHECKING:
@@ -272,7 +271,7 @@ def solution_batches(
     """
     if turns.tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
-    order = DataOrder(len(task.train_prompts), recipe.seed)
+    order = task.order(recipe.seed)
     random = np.random.default_rng((recipe.seed, 0x501))
     printable = printable_tokens(turns.tokenizer) if section.noise else []
     max_new_tokens = recipe.rollout.max_new_tokens

@@ -1,0 +1,48 @@
+"""Which training prompt is drawn when (`data.order`)."""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Order(Protocol):
+    """Which training prompt is drawn when."""
+
+    num_prompts: int
+
+    def prompt_of(self, draw: int) -> int:
+        """Prompt index of draw `draw` of the run (0-based)."""
+
+    def epochs(self, num_draws: int) -> dict[str, float]:
+        """The metrics `data/epoch...` after so many draws."""
+
+
+class DataOrder:
+    """A seeded permutation of the prompts for each epoch, laid end to end: which prompt is drawn when.
+
+    A pure function of (seed, place in the run), so later draws are known in advance.
+
+    Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
+    next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
+    """
+
+    def __init__(self, num_prompts: int, *seeds: int) -> None:
+        if num_prompts < 1:
+            raise ValueError("the task has no training prompts: check task.options (and what was dropped at load)")
+        self.num_prompts = num_prompts
+        self.seeds = seeds
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def prompt_of(self, draw: int) -> int:
+        """Prompt index of draw `draw` of the run (0-based)."""
+        epoch, place = divmod(draw, self.num_prompts)
+        if epoch != self._epoch:
+            self._permutation = np.random.default_rng((*self.seeds, epoch)).permutation(self.num_prompts)
+            self._epoch = epoch
+        return int(self._permutation[place])
+
+    def epochs(self, num_draws: int) -> dict[str, float]:
+        """The metric `data/epoch` after so many draws."""
+        return {"data/epoch": num_draws / self.num_prompts}
