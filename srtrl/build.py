@@ -39,7 +39,7 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import LoraSection, Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, LoraSection, Recipe
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
@@ -51,6 +51,7 @@ from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import make_grader
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
@@ -166,7 +167,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         return Parts(
             context=context,
             task=task,
-            sampler=build_sampler(context, task, credit),
+            sampler=build_sampler(context, task, credit, build_order(recipe, task)),
             credit=credit,
             columns=columns,
             learners=learners,
@@ -318,10 +319,24 @@ def build_columns(
     return columns
 
 
-def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
+def build_order(recipe: Recipe, task: TaskBase) -> Order:
+    """Which training prompt is drawn when, by `data.order`.
+
+    Raises:
+        ValueError: there are no prompts, no such order, or it returns what is no order.
+    """
+    name = recipe.data.order
+    if name in STATIC_ORDERS:
+        return task.order(recipe.seed, is_shuffled=name == "shuffled")
+    from srtrl.features.data_order import StatisticsOrder
+
+    return StatisticsOrder(name, len(task.train_prompts), recipe.seed)
+
+
+def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order) -> Sampler:
     """What takes the groups of a step, by `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
-    return samplers[context.recipe.rollout.mode](context, task, credit)
+    return samplers[context.recipe.rollout.mode](context, task, credit, order)
 
 
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:

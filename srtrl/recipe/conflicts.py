@@ -9,7 +9,7 @@ from typing import Any
 
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.rollout import MIN_TEMPERATURE
-from srtrl.recipe.schema import ArchitectureSection, Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, ArchitectureSection, Recipe
 
 Conflict = tuple[str, str]
 """The dotted key of the value to change first, whose line is shown, and its problem."""
@@ -35,6 +35,8 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
 
 GROUP_ADVANTAGES = frozenset({"group_relative", "group_centered", "leave_one_out"})
 """Advantages that compare the samples of a group."""
+OTHER_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
+"""Those that do not."""
 UNIFORM_FILTERS = frozenset({"drop_uniform", "drop_all_right_or_wrong"})
 """Filters that would drop every group of a single sample."""
 
@@ -65,6 +67,19 @@ RULES: tuple[Rule, ...] = (
         "rollout.environment",
         lambda r: r.task.name == "mixture" and r.rollout.environment is not None,
         "an environment goes with one task: expected none with several tasks, or one task",
+    ),
+    (
+        "data.order",
+        lambda r: r.task.name == "mixture" and r.data.order not in STATIC_ORDERS,
+        "an order that depends on samples goes with one task: expected shuffled or as_is, or one task",
+    ),
+    (
+        "data.order",
+        lambda r: (
+            r.data.order == "skip_silent" and (r.rollout.num_samples == 1 or r.algorithm.advantage in OTHER_ADVANTAGES)
+        ),
+        "skip_silent takes a group with equal rewards for one without a signal, which it has with "
+        "algorithm.advantage {algorithm.advantage} and rollout.num_samples {rollout.num_samples}",
     ),
     (
         "train.micro_batch_tokens",

@@ -83,6 +83,18 @@ class MixedTaskSection(TaskSection):
         return self.label or self.name.rpartition(":")[2]
 
 
+class DataSection(Section):
+    """Draws of the training prompts."""
+
+    order: str = "shuffled"
+    """`shuffled` anew in each epoch, `as_is` (a curriculum in the file's order), `skip_silent` (which passes over most
+    prompts whose last groups gave no signal), or `package.module:function` of your own."""
+
+
+STATIC_ORDERS = ("shuffled", "as_is")
+"""Values of `data.order` that depend on no sample."""
+
+
 class KLSection(Section):
     """The KL divergence to the frozen reference policy."""
 
@@ -316,6 +328,8 @@ class Recipe(Section):
     """The policy."""
     task: TaskSection
     """Prompts and their grading: one section, or a list of tasks, each with a weight (docs/data.md)."""
+    data: DataSection = DataSection()
+    """Draws of the training prompts."""
     rewards: list[RewardSection] = Field(default_factory=lambda: [RewardSection(name="correct")], min_length=1)
     """Weighted sum of named rewards."""
     grading: GradingSection = GradingSection()
