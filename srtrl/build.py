@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -38,7 +40,8 @@ from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard, unshard
-from srtrl.recipe.file import validate_section
+from srtrl.recipe.conflicts import find_conflicts
+from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import STATIC_ORDERS, LoraSection, Recipe
 from srtrl.rollout.share import Share
 from srtrl.rollout.turns import Turns
@@ -103,7 +106,7 @@ def run_training(
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
     with ranks.open_ranks(), Trainer(build_parts(recipe, **flags), on_step=on_step) as trainer:
         trainer.train()
-        interrupted = trainer.step < recipe.train.num_steps
+        interrupted = trainer.step < trainer.recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
@@ -117,6 +120,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     Raises:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
+    with ranks.synchronized("counting the training prompts"):
+        recipe = with_num_steps(recipe)
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
     device = choose_device(recipe)
     set_cpu_threads(recipe.num_threads, device=device.type)
@@ -179,6 +184,24 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             checkpoint=checkpoint,
             changes=changes,
         )
+
+
+def with_num_steps(recipe: Recipe) -> Recipe:
+    """The recipe with `train.num_passes` turned into `train.num_steps`: the training prompts are loaded and counted.
+
+    Raises:
+        ValueError: a mistake in the data, or a value that does not go with this number.
+    """
+    if (num_passes := recipe.train.num_passes) is None:
+        return recipe
+    tokenizer = build_tokenizer(recipe)
+    task = load_task(recipe, tokenizer, tools=build_turns(recipe, tokenizer).tools)
+    num_steps = ceil(Fraction(str(num_passes)) * len(task.train_prompts) / recipe.rollout.num_prompts)
+    train = recipe.train.model_copy(update={"num_steps": num_steps, "num_passes": None})
+    counted = recipe.model_copy(update={"train": train})
+    if conflicts := [Problem(*conflict) for conflict in find_conflicts(counted)]:
+        raise RecipeError(*conflicts)
+    return counted
 
 
 def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | None]:

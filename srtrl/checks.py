@@ -46,8 +46,8 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
         raise source.located(RecipeError(*problems)) if source else RecipeError(*problems)
 
 
-def check_data(recipe: Recipe) -> None:
-    """Load the task as training will, where that needs no network.
+def check_data(recipe: Recipe) -> Recipe:
+    """Load the task as training will, where that needs no network; the recipe with its number of steps.
 
     Raises:
         ValueError: what training would refuse.
@@ -60,12 +60,13 @@ def check_data(recipe: Recipe) -> None:
     paths = [recipe.model.path, recipe.model.tokenizer or recipe.model.path]
     makes_model = recipe.warm_start is not None and recipe.warm_start.architecture is not None
     if makes_model or not all(map(is_local, paths)) or needs_network(recipe.task):
-        return
+        return recipe
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
     task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
     build.build_order(recipe, task)
     training_evals(task, recipe)
+    return build.with_num_steps(recipe)
 
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -11,10 +11,12 @@ from rank_cases import FORKED
 from rank_runs import assert_close_runs, train_on_ranks
 from rollout_cases import make_group
 from safetensors.numpy import load_file
-from tiny_run import assert_same_run, make_recipe, train
+from tiny_run import PPO, assert_same_run, make_recipe, train
 
+from srtrl.build import with_num_steps
 from srtrl.features.data_order import FILE, PromptStatistics, StatisticsOrder, shuffled, skip_silent
 from srtrl.metrics import read_metrics
+from srtrl.report.runs import read_run
 from srtrl.tasks.order import DataOrder
 
 STEPS = (4, 7, 1, 12, 3, 20, 9)
@@ -165,3 +167,30 @@ def test_two_ranks_draw_what_one_draws(policy: Path, tmp_path: Path) -> None:
     orders = [load_file(next((folder / "checkpoints").glob("*6")) / FILE) for folder in (several.folder, one)]
     assert orders[0].keys() == orders[1].keys()
     assert all(np.array_equal(orders[0][name], orders[1][name], equal_nan=True) for name in orders[0])
+
+
+@pytest.mark.parametrize(
+    ("num_passes", "num_prompts", "num_steps"),
+    [(1, 4, 3), (1.2, 4, 3), (1.3, 4, 4), (2, 4, 5), (0.1, 1, 1), (0.3, 1, 3)],
+)
+def test_passes_are_counted_into_steps(
+    num_passes: float, num_prompts: int, num_steps: int, policy: Path, tmp_path: Path
+) -> None:
+    """Of ten prompts."""
+    changes = {"train__num_steps": None, "rollout__num_prompts": num_prompts, "train__num_passes": num_passes}
+    changes |= {"train__mini_batch_prompts": None}
+    recipe = make_recipe(policy, tmp_path, **changes)
+    train = with_num_steps(recipe).train
+    assert (train.num_steps, train.num_passes) == (num_steps, None)
+
+
+def test_a_run_of_passes_is_one_of_as_many_steps(policy: Path, tmp_path: Path) -> None:
+    changes = {"name": "passes", "train__num_steps": None, "train__num_passes": 1.5}
+    recipe = make_recipe(policy, tmp_path, **changes)
+    folder = train(recipe).folder
+    assert_same_run(folder, train(make_recipe(policy, tmp_path)).folder)
+    assert read_run(folder).recipe.train.num_steps == 4
+    assert train(recipe, resume=True, from_step=2).num_steps == 4
+    late = make_recipe(policy, tmp_path, **changes | {"name": "late"}, **PPO | {"critic__warmup_steps": 4})
+    with pytest.raises(ValueError, match=r"critic\.warmup_steps: expected fewer than train\.num_steps \(4\)"):
+        train(late)

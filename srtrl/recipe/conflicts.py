@@ -81,6 +81,21 @@ RULES: tuple[Rule, ...] = (
         "skip_silent takes a group with equal rewards for one without a signal, which it has with "
         "algorithm.advantage {algorithm.advantage} and rollout.num_samples {rollout.num_samples}",
     ),
+    ("train.num_steps", lambda r: r.train.num_steps == 0 and r.train.num_passes is None, "expected at least 1"),
+    (
+        "train.num_passes",
+        lambda r: r.train.num_passes is not None and r.train.num_steps > 0,
+        "give train.num_steps or passes, not both: train.num_steps=null leaves it out",
+    ),
+    (
+        "train.num_passes",
+        lambda r: (
+            r.train.num_passes is not None
+            and (r.rollout.dynamic_sampling or r.rollout.mode == "partial" or r.data.order not in STATIC_ORDERS)
+        ),
+        "needs a known number of draws in each step, which rollout.dynamic_sampling, rollout.mode partial and a "
+        "data.order that reads statistics do not have: give train.num_steps",
+    ),
     (
         "train.micro_batch_tokens",
         lambda r: r.train.micro_batch_tokens < _longest(r),
@@ -99,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "critic.warmup_steps",
-        lambda r: r.critic and r.critic.warmup_steps >= r.train.num_steps,
+        lambda r: r.critic and r.train.num_steps and r.critic.warmup_steps >= r.train.num_steps,
         "expected fewer than train.num_steps ({train.num_steps}), or the policy would never learn; "
         "for a short trial set critic.warmup_steps=0",
     ),
