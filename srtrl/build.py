@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -38,8 +40,9 @@ from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard, unshard
-from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import LoraSection, Recipe
+from srtrl.recipe.conflicts import find_conflicts
+from srtrl.recipe.file import Problem, RecipeError, validate_section
+from srtrl.recipe.schema import STATIC_ORDERS, LoraSection, Recipe
 from srtrl.rollout.one_rank import OneRank
 from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
@@ -51,6 +54,7 @@ from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import make_grader
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
@@ -102,7 +106,7 @@ def run_training(
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
     with ranks.open_ranks(), Trainer(build_parts(recipe, **flags), on_step=on_step) as trainer:
         trainer.train()
-        interrupted = trainer.step < recipe.train.num_steps
+        interrupted = trainer.step < trainer.recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
@@ -116,6 +120,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     Raises:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
+    with ranks.synchronized("counting the training prompts"):
+        recipe = with_num_steps(recipe)
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
     device = choose_device(recipe)
     set_cpu_threads(recipe.num_threads, device=device.type)
@@ -166,7 +172,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         return Parts(
             context=context,
             task=task,
-            sampler=build_sampler(context, task, credit),
+            sampler=build_sampler(context, task, credit, build_order(recipe, task)),
             credit=credit,
             columns=columns,
             learners=learners,
@@ -178,6 +184,24 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             checkpoint=checkpoint,
             changes=changes,
         )
+
+
+def with_num_steps(recipe: Recipe) -> Recipe:
+    """The recipe with `train.num_passes` turned into `train.num_steps`: the training prompts are loaded and counted.
+
+    Raises:
+        ValueError: a mistake in the data, or a value that does not go with this number.
+    """
+    if (num_passes := recipe.train.num_passes) is None:
+        return recipe
+    tokenizer = build_tokenizer(recipe)
+    task = load_task(recipe, tokenizer, tools=build_turns(recipe, tokenizer).tools)
+    num_steps = ceil(Fraction(str(num_passes)) * len(task.train_prompts) / recipe.rollout.num_prompts)
+    train = recipe.train.model_copy(update={"num_steps": num_steps, "num_passes": None})
+    counted = recipe.model_copy(update={"train": train})
+    if conflicts := [Problem(*conflict) for conflict in find_conflicts(counted)]:
+        raise RecipeError(*conflicts)
+    return counted
 
 
 def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | None]:
@@ -318,10 +342,24 @@ def build_columns(
     return columns
 
 
-def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
+def build_order(recipe: Recipe, task: TaskBase) -> Order:
+    """Which training prompt is drawn when, by `data.order`.
+
+    Raises:
+        ValueError: there are no prompts, no such order, or it returns what is no order.
+    """
+    name = recipe.data.order
+    if name in STATIC_ORDERS:
+        return task.order(recipe.seed, is_shuffled=name == "shuffled")
+    from srtrl.features.data_order import StatisticsOrder
+
+    return StatisticsOrder(name, len(task.train_prompts), recipe.seed)
+
+
+def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order) -> Sampler:
     """What takes the groups of a step, by `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
-    return samplers[context.recipe.rollout.mode](context, task, credit)
+    return samplers[context.recipe.rollout.mode](context, task, credit, order)
 
 
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:

@@ -36,6 +36,9 @@ def test_every_window_has_its_exact_quotas_and_every_epoch_all_prompts(
         epochs = [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
         assert all(sorted(epoch) == list(range(start, start + size)) for epoch in epochs)
         assert len(set(map(tuple, epochs))) > 1 or len(epochs) < 2
+    as_is = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5, is_shuffled=False)
+    first = [as_is.prompt_of(draw) for draw, task in enumerate(tasks[:20]) if task == 0]
+    assert first == [number % sizes[0] for number in range(len(first))]
     later = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5)  # that of a run which resumes
     assert [later.prompt_of(draw) for draw in reversed(range(400))] == drawn[::-1]
 

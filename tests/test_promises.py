@@ -138,6 +138,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lora": {"model__lora": {"rank": 4}},
     "head": HEAD,
     "mixture": {"task": [EASY, LUCKY]},
+    "skip_silent": {
+        "task__name": "tiny_run:LuckyTask",
+        "task__options__num_train": 6,
+        "rewards": [{"name": "correct"}],
+        "data__order": "skip_silent",
+    },
 }
 """Four steps; ten prompts, 4 in a step: in the third some come again, with history."""
 
@@ -209,6 +215,8 @@ DEFAULT = {
     ("head", "no drafts"),
     ("mixture", "every run-ahead"),
     ("mixture", "killed in the rollout"),
+    ("skip_silent", "every run-ahead"),
+    ("skip_silent", "killed in the rollout"),
     ("ppo", "two sharded ranks"),
 }
 ALONE: dict[str, tuple[str, ...]] = {

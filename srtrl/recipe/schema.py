@@ -83,6 +83,18 @@ class MixedTaskSection(TaskSection):
         return self.label or self.name.rpartition(":")[2]
 
 
+class DataSection(Section):
+    """Draws of the training prompts."""
+
+    order: str = "shuffled"
+    """`shuffled` anew in each epoch, `as_is` (a curriculum in the file's order), `skip_silent` (which passes over most
+    prompts whose last groups gave no signal), or `package.module:function` of your own."""
+
+
+STATIC_ORDERS = ("shuffled", "as_is")
+"""Values of `data.order` that depend on no sample."""
+
+
 class KLSection(Section):
     """The KL divergence to the frozen reference policy."""
 
@@ -157,8 +169,10 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class TrainSection(Section):
     """The update and the length of the run."""
 
-    num_steps: int = Field(ge=1)
-    """Training steps (one rollout batch each)."""
+    num_steps: int = Field(ge=0)
+    """Training steps (one rollout batch each); or give `num_passes`."""
+    num_passes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Passes over the training prompts in place of `num_steps`, which follows when they are loaded."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer step, with all their samples; must divide `rollout.num_prompts`.
 
@@ -201,6 +215,13 @@ class TrainSection(Section):
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints kept; older ones are deleted after a newer one is complete."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_steps_out(cls, data: Any) -> Any:
+        """With `num_passes` there are 0 steps until the prompts are counted."""
+        is_open = isinstance(data, dict) and data.get("num_passes") is not None and data.get("num_steps") is None
+        return data | {"num_steps": 0} if is_open else data
 
 
 class EvalSection(Section):
@@ -316,6 +337,8 @@ class Recipe(Section):
     """The policy."""
     task: TaskSection
     """Prompts and their grading: one section, or a list of tasks, each with a weight (docs/data.md)."""
+    data: DataSection = DataSection()
+    """Draws of the training prompts."""
     rewards: list[RewardSection] = Field(default_factory=lambda: [RewardSection(name="correct")], min_length=1)
     """Weighted sum of named rewards."""
     grading: GradingSection = GradingSection()

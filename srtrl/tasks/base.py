@@ -58,9 +58,9 @@ class TaskBase:
         """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
         return None
 
-    def order(self, seed: int) -> Order:
-        """Which training prompt is drawn when."""
-        return DataOrder(len(self.train_prompts), seed)
+    def order(self, seed: int, *, is_shuffled: bool = True) -> Order:
+        """Which training prompt is drawn when, where that depends on no sample."""
+        return DataOrder(len(self.train_prompts), seed, is_shuffled=is_shuffled)
 
     @classmethod
     def check_options(cls, options: Any) -> None:

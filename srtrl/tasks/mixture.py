@@ -21,7 +21,7 @@ from srtrl.recipe.file import RecipeError
 from srtrl.recipe.schema import GradingSection, MixedTaskSection, RewardSection, Section
 from srtrl.tasks.base import TaskBase, load_section, needs_network, resolve_task
 from srtrl.tasks.grading import Grader, GradeTicket
-from srtrl.tasks.order import DataOrder
+from srtrl.tasks.order import DataOrder, Order
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
 
@@ -49,7 +49,7 @@ class MixtureOptions(Section):
         return tasks
 
 
-class MixedOrder:
+class MixedOrder(Order):
     """Which prompt of a mixture is drawn when: a pure function of (seed, draw), as `DataOrder`.
 
     A draw takes the task whose (draws so far + 1) / weight is smallest, the first of equals. Within a task each epoch
@@ -60,13 +60,22 @@ class MixedOrder:
         weights: Of each task, taken as written in decimals.
         labels: The last part of each task's metric.
         seed: The recipe's.
+        is_shuffled: Else the prompts of each task are in its own order.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], labels: Sequence[str], seed: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        labels: Sequence[str],
+        seed: int,
+        *,
+        is_shuffled: bool = True,
+    ) -> None:
         self.num_prompts = sum(sizes)
         self._labels = labels
         self._starts = [0, *accumulate(sizes)]
-        self._orders = [DataOrder(size, seed, task) for task, size in enumerate(sizes)]
+        self._orders = [DataOrder(size, seed, task, is_shuffled=is_shuffled) for task, size in enumerate(sizes)]
         self._weights = [Fraction(str(weight)) for weight in weights]
         self._places: list[tuple[int, int]] = []  # [draw]: its task, and how many draws of this task are before it
         self._counts = [0] * len(sizes)
@@ -199,10 +208,11 @@ class Task(TaskBase):
         """Never called: `MixedGrader` calls the verifier of each sample's task."""
         return _judged_by_its_task
 
-    def order(self, seed: int) -> MixedOrder:
+    def order(self, seed: int, *, is_shuffled: bool = True) -> MixedOrder:
         """Draws in the proportions of the tasks' weights."""
         sizes = [len(part.train_prompts) for part in self.parts]
-        return MixedOrder(sizes, [section.weight for section in self.sections], self.labels, seed)
+        weights = [section.weight for section in self.sections]
+        return MixedOrder(sizes, weights, self.labels, seed, is_shuffled=is_shuffled)
 
     @classmethod
     def check_options(cls, options: MixtureOptions) -> None:
