@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
-from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import Column
@@ -127,32 +126,14 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
-        if recipe.repeatable and device.type == "cuda":
-            fix_workspace()
-        is_lora = recipe.model.lora is not None  # then the optimizer's state makes the policy of the base model
-        first = locate(recipe.model.path) if is_lora else checkpoint or recipe.model.path
-        policy = build_policy(recipe, str(first), device)
-        shard_model(policy, recipe)
-        optimizer = make_policy_optimizer(policy, recipe)
-        reference = build_reference(recipe, policy, device)
-        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_lora or reference is not None)
-        draft_head = build_draft_head(recipe, policy)
-        critic = build_critic(recipe, checkpoint, device)
-    unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
+        models = load_models(recipe, checkpoint, device)
+        uses_first = recipe.model.lora is not None or models.reference is not None
+        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=uses_first)
+    unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
-        columns = build_columns(recipe, policy, optimizer, reference, critic)
-        observers = [] if draft_head is None else [draft_head]
-        policy_learner = PolicyLearner(policy, optimizer, recipe, observers)
-        learners: list[Learner] = [*([] if critic is None else [critic]), policy_learner]
-        # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
-        # One model learns after the other.
-        reserved_bytes = max(learner.optimizer.gradient_bytes for learner in learners)
-        head = None
-        if draft_head is not None:
-            head = draft_head.head
-            reserved_bytes += draft_head.optimizer.gradient_bytes
-            head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
-        engine = build_engine(recipe, policy, tokenizer, reserved_bytes=reserved_bytes, draft_head=head)
+        observers = [] if models.draft_head is None else [models.draft_head]
+        policy_learner = PolicyLearner(models.policy, models.optimizer, recipe, observers)
+        engine = build_training_engine(recipe, models, tokenizer, task)
         context = RolloutContext(
             recipe=recipe,
             engine=engine,
@@ -168,10 +149,10 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             task=task,
             sampler=build_sampler(context, task, credit),
             credit=credit,
-            columns=columns,
-            learners=learners,
+            columns=build_columns(recipe, models),
+            learners=[policy_learner] if models.critic is None else [models.critic, policy_learner],
             policy=policy_learner,
-            saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
+            saved=[PolicyFiles(model=models.policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
             flags=flags,
@@ -194,6 +175,39 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return load_tokenizer(recipe.model.tokenizer or recipe.model.path)
 
 
+class Models(NamedTuple):
+    """The models of a run, sharded where the recipe says so; those that learn have fresh optimizers."""
+
+    policy: Transformer
+    optimizer: MasterAdamW
+    """Of the policy."""
+    reference: Transformer | None
+    draft_head: DraftHeadLearner | None
+    critic: Critic | None
+
+
+def load_models(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Models:
+    """Load the models that the recipe asks for, with the weights of a checkpoint if there is one.
+
+    Raises:
+        ValueError: a model does not fit the recipe or the device.
+    """
+    if recipe.repeatable and device.type == "cuda":
+        fix_workspace()
+    first: str | Path = checkpoint or recipe.model.path
+    if recipe.model.lora is not None:  # the optimizer's state makes the policy of the base model
+        first = locate(recipe.model.path)
+    policy = build_policy(recipe, str(first), device)
+    shard_model(policy, recipe)
+    return Models(
+        policy=policy,
+        optimizer=make_policy_optimizer(policy, recipe),
+        reference=build_reference(recipe, policy, device),
+        draft_head=build_draft_head(recipe, policy),
+        critic=build_critic(recipe, checkpoint, device),
+    )
+
+
 def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
     """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
     model = load_policy(path, dtype=DTYPES[recipe.model.dtype], device=device)
@@ -202,7 +216,7 @@ def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer
 
 
 def set_update(model: Transformer, recipe: Recipe) -> None:
-    """How a model that was loaded is updated: as the recipe says, on a CUDA device with kernels of its own.
+    """Prepare a loaded model for updates: the recipe's gradient checkpointing, and on a CUDA device fused kernels.
 
     Raises:
         ValueError: as `check_triton`.
@@ -304,22 +318,21 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) 
     return Critic(model, optimizer, recipe)
 
 
-def build_columns(
-    recipe: Recipe, policy: Transformer, optimizer: MasterAdamW, reference: Transformer | None, critic: Critic | None
-) -> list[Column]:
+def build_columns(recipe: Recipe, models: Models) -> list[Column]:
     """What passes compute before credit is assigned: the reference's log-probs, the policy's, and values."""
     columns, temperature = [], recipe.rollout.temperature
-    if reference is not None:
-        columns.append(logprobs_column("reference", "ref_logprobs", reference, temperature, optimizer.base_weights))
+    if models.reference is not None:
+        base_weights = models.optimizer.base_weights
+        columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, base_weights))
     if recipe.algorithm.old_logprobs == "recompute":
-        columns.append(logprobs_column("old_logprobs", "old_logprobs", policy, temperature))
-    if critic is not None:
-        columns.append(values_column(critic.model))
+        columns.append(logprobs_column("old_logprobs", "old_logprobs", models.policy, temperature))
+    if models.critic is not None:
+        columns.append(values_column(models.critic.model))
     return columns
 
 
 def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
-    """What takes the groups of a step, by `rollout.mode`."""
+    """The sampler of `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
     return samplers[context.recipe.rollout.mode](context, task, credit)
 
@@ -332,6 +345,18 @@ def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | 
     dtype = DTYPES[recipe.model.dtype]
     head = DraftHead(policy, dtype, vocabulary=section.vocabulary, seed=recipe.seed)
     return DraftHeadLearner(head, policy, recipe)
+
+
+def build_training_engine(recipe: Recipe, models: Models, tokenizer: PreTrainedTokenizerBase, task: TaskBase) -> Engine:
+    """The decoder of a run, made after all that takes memory for good: on CUDA it takes its share of the rest."""
+    optimizers = [models.optimizer] if models.critic is None else [models.optimizer, models.critic.optimizer]
+    reserved_bytes = max(optimizer.gradient_bytes for optimizer in optimizers)  # these models learn in turn
+    head = None
+    if models.draft_head is not None:
+        head = models.draft_head.head
+        reserved_bytes += models.draft_head.optimizer.gradient_bytes
+        head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
+    return build_engine(recipe, models.policy, tokenizer, reserved_bytes=reserved_bytes, draft_head=head)
 
 
 def build_engine(
@@ -437,8 +462,8 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
         ValueError: unknown, no drafter, or an option of it is wrong.
     """
     drafter_class = resolve_drafter("rollout.drafter", recipe.rollout.drafter)
-    given = dict(recipe.rollout.drafter_options)
-    return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
+    options = dict(recipe.rollout.drafter_options)
+    return drafter_class(validate_section(drafter_class.Options, options, "rollout.drafter_options"))
 
 
 def build_run_ahead(
@@ -452,7 +477,7 @@ def build_run_ahead(
 
 
 def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> OneTurn:
-    """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
+    """The environment that the recipe names, which answers where a turn ends; `OneTurn` where it names none.
 
     `record_folder`: see `EnvironmentTurns`.
 

@@ -98,7 +98,7 @@ class RolloutCache:
     def mean_tokens(self, prompt: tuple[int, ...]) -> float | None:
         """Mean length of the prompt's rollouts; None if there are none."""
         rollouts = self._rollouts.get(prompt)
-        return sum(len(one.tokens) for one in rollouts) / len(rollouts) if rollouts else None
+        return sum(len(rollout.tokens) for rollout in rollouts) / len(rollouts) if rollouts else None
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts, the least recently added to first."""

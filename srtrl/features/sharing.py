@@ -176,7 +176,9 @@ class SeveralRanks(OneRank):
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
-        engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
+        engine.drafter.learn(
+            [Completion(request=requests[data_order(rollout)], response=rollout.response) for rollout in others]
+        )
         for _, texts in shared:
             engine.drafter.learn_texts(texts)
         return others

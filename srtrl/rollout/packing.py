@@ -135,7 +135,7 @@ def _pack_range(
     return PackedBatch(
         first_sequence=first,
         weight=weight,
-        token_ids=tensor(np.concatenate([one.token_ids[n:] for one, n in zip(chosen, shared, strict=True)])),
+        token_ids=tensor(np.concatenate([sequence.token_ids[n:] for sequence, n in zip(chosen, shared, strict=True)])),
         plan=plan,
         hidden_index=tensor(np.concatenate(rows)),
         places=tensor(np.concatenate(places)),

@@ -76,7 +76,7 @@ def shared_passes(
         yield passes
         results = passes.results
         if ranks.count() > 1:  # after all passes, so that the device need not wait for the host
-            results = {first: {name: one.cpu() for name, one in part.items()} for first, part in results.items()}
+            results = {first: {name: tensor.cpu() for name, tensor in part.items()} for first, part in results.items()}
     passes.all_results = ranks.join(results, what)
 
 
