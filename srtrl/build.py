@@ -180,7 +180,7 @@ class Models(NamedTuple):
 
     policy: Transformer
     optimizer: MasterAdamW
-    """Of the policy."""
+    """The policy's optimizer."""
     reference: Transformer | None
     draft_head: DraftHeadLearner | None
     critic: Critic | None

@@ -58,7 +58,7 @@ class RolloutCache:
         self.num_bytes = 0
         """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
         self._rollouts: dict[tuple[int, ...], list[CachedRollout]] = {}
-        """Of each prompt, newest last; the prompt that was added to last comes last."""
+        """By prompt, the newest last; the prompt that was added to last comes last."""
 
     @property
     def num_tokens(self) -> int:

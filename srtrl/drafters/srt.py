@@ -68,7 +68,7 @@ class Drafter(DrafterBase):
         self._known: dict[int, dict[int, Int32Array]] = {}
         """Distributions of the samples that have left their slots in this step: by RNG key and `text_start`."""
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
-        """Of samples to come, learned in the last step and in this one: of each prompt, by RNG key."""
+        """Texts of samples to come, by prompt and RNG key: those learned in the last step, and in this one."""
         self._num_repeated = 0
         self._ngrams: dict[str, Table] = {}
         """For each purpose, from texts of all prompts."""
@@ -89,7 +89,7 @@ class Drafter(DrafterBase):
         self._is_begun = np.zeros(0, np.bool_)
         """[slots], whether the sample's text has begun: there is no draft before."""
         self._purpose = ""
-        """Of the samples that started last, and so of all live ones."""
+        """Purpose of the samples that started last, and so of all live ones."""
 
     def cache(self, purpose: str) -> RolloutCache:
         """Return the completed rollouts of samples of one purpose."""

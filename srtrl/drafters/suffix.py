@@ -47,7 +47,7 @@ class Drafter(DrafterBase):
     def _begin_step(self) -> None:
         self._store = TextStore()
         self._numbers: dict[str, int] = {}
-        """Of the purposes whose responses are in the store."""
+        """Numbers of the purposes whose responses are in the store."""
         self._num_texts = 0
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:

@@ -50,7 +50,7 @@ class Sample:
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """Their log-probs."""
     page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of a paused sample: pages that it keeps without a slot, until others need them."""
+    """Pages that a paused sample keeps without a slot, until others need them."""
     num_computed: int = 0
     """Positions whose KV is in these pages."""
     extensions: list[tuple[int, int]] = field(default_factory=list)

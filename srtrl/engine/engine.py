@@ -82,7 +82,7 @@ class Engine:
         self.policy_version = 0
         self.stats = EngineStats()
         self.clock = StageClock()
-        """Of the current step, or of the last one."""
+        """Stages of the current step, or of the last one."""
         self._unrecorded: Callable[[], None] | None = None
         """Counts the last step."""
         self._num_rows = 0

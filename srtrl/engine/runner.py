@@ -91,12 +91,12 @@ class Runner(ABC):
     num_graphs_dropped = 0
     """Captured steps that were dropped because weights or pages had moved; `Engine.take_metrics` resets it."""
     inputs: StepInputs
-    """Of the last step."""
+    """The arrays of the last step."""
     hidden: Tensor
     """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
-        """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""
+        """A runner without pages: `allocate_pages` must follow. `token_major`: see `KVCache`."""
         self.page_size = options.page_size
         self.model = policy
         """The policy itself: decoder and update share its tensors."""

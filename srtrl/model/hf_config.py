@@ -58,7 +58,7 @@ class _Family(NamedTuple):
 
     style: Callable[[Any], Style] = lambda config: LLAMA
     fields: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Of `ModelConfig`."""
+    """Further fields of `ModelConfig`, from the family's config."""
     rotates: Callable[[Any], list[Any]] = lambda config: [True] * config.num_hidden_layers
     """Whether each layer has a rotary embedding."""
     can_rotate_partly: bool = False

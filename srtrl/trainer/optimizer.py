@@ -173,7 +173,7 @@ class MasterAdamW(torch.optim.AdamW):
         return dtype in HALF_DTYPES or bool(self.master_of)
 
     def _make_master(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor that the optimizer moves in the parameter's stead."""
+        """The tensor that the optimizer updates: the float32 master of the parameter, or the parameter itself."""
         if parameter.dtype not in HALF_DTYPES:
             return parameter
         master = self.master_of[parameter] = parameter.detach().float().requires_grad_()
