@@ -629,7 +629,8 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", varlen_attn))
-        stack.enter_context(mock.patch("srtrl.build.check_triton"))  # the interpreter needs none
+        for module in ("build", "build_models"):
+            stack.enter_context(mock.patch(f"srtrl.{module}.check_triton"))  # the interpreter needs none
         shapes = ShapePlanner.graph_shapes  # it would compute all of them
         stack.enter_context(mock.patch.object(ShapePlanner, "graph_shapes", lambda planner: shapes(planner)[-1:]))
         run_backward = partial(functions.run_backward, autograd._engine_run_backward)

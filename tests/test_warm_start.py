@@ -19,7 +19,7 @@ from rank_cases import FORKED, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from srtrl import build, ranks
+from srtrl import build_models, ranks
 from srtrl.environments.base import Messages, ToolCall
 from srtrl.environments.calculator import Environment
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
@@ -178,7 +178,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 
     assert len(list(pack(sequences, 100, "cpu"))) > 1  # several micro-batches
     model = load_model(str(policy), dtype=torch.float64, device="cpu")
-    optimizer = build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
+    optimizer = build_models.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     context = UpdateContext(recipe=recipe, step=1)
     assert recipe.warm_start is not None
     updates = update_plan(recipe.warm_start)

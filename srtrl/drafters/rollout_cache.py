@@ -58,7 +58,7 @@ class RolloutCache:
         self.num_bytes = 0
         """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
         self._rollouts: dict[tuple[int, ...], list[CachedRollout]] = {}
-        """Of each prompt, newest last; the prompt that was added to last comes last."""
+        """By prompt, the newest last; the prompt that was added to last comes last."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +98,7 @@ class RolloutCache:
     def mean_tokens(self, prompt: tuple[int, ...]) -> float | None:
         """Mean length of the prompt's rollouts; None if there are none."""
         rollouts = self._rollouts.get(prompt)
-        return sum(len(one.tokens) for one in rollouts) / len(rollouts) if rollouts else None
+        return sum(len(rollout.tokens) for rollout in rollouts) / len(rollouts) if rollouts else None
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts, the least recently added to first."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ranges
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.step_inputs import BatchArrays, Int32Array, Int64Array, PrefillChunk
+from srtrl.engine.step_inputs import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize
 from srtrl.types import Request
 
 NO_SLOT = -1
@@ -50,7 +50,7 @@ class Sample:
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """Their log-probs."""
     page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of a paused sample: pages that it keeps without a slot, until others need them."""
+    """Pages that a paused sample keeps without a slot, until others need them."""
     num_computed: int = 0
     """Positions whose KV is in these pages."""
     extensions: list[tuple[int, int]] = field(default_factory=list)
@@ -141,17 +141,7 @@ class Batch:
     @property
     def arrays(self) -> BatchArrays:
         """The arrays that kernels read and write."""
-        return BatchArrays(
-            self.token_ids,
-            self.logprobs,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.max_tokens,
-            self.rng_keys,
-            self.temperatures,
-            self.end_tokens,
-            self.page_table,
-        )
+        return BatchArrays._make(getattr(self, name) for name in BatchArrays._fields)
 
     @property
     def num_free(self) -> int:
@@ -190,6 +180,17 @@ class Batch:
         start = int(self.num_computed[slot])
         stop = min(start + max_tokens, int(self.num_tokens[slot]) - 1)
         return PrefillChunk(self.token_ids[slot, start:stop], start, self.pages(slot))
+
+    def step_size(self, step: ScheduledStep, num_nodes: Int64Array) -> StepSize:
+        """The size of a step that verifies this many draft nodes of each of its slots."""
+        num_chunk_rows = np.array([len(chunk.token_ids) for chunk in step.chunks], np.int64)
+        starts = np.array([chunk.start for chunk in step.chunks], np.int64)
+        return StepSize(
+            rows_per_sequence=np.concatenate([1 + num_nodes, num_chunk_rows]),
+            num_keys=np.concatenate([self.num_tokens[step.slots] + num_nodes, starts + num_chunk_rows]),
+            num_sampled=len(step.slots) + int(num_nodes.sum()),
+            page_size=self.pool.page_size,
+        )
 
     def put(self, sample: Sample) -> None:
         """Give a sample a free slot, with the tokens that it has so far; without pages."""

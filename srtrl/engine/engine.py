@@ -20,7 +20,7 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
-from srtrl.engine.step_inputs import StepSize, fill_inputs
+from srtrl.engine.step_inputs import fill_inputs
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.model.transformer import Transformer
@@ -44,21 +44,25 @@ class Engine:
         compile_kernels: Callable[[bool], None] | None = None,
         run_ahead: Callable[[Batch, StepCost, DrafterBase], NoRunAhead] | None = None,
     ) -> None:
-        """`runner`: by default the one for a policy on a CPU. `cost`: of a step; by default it is measured.
+        """An engine without requests; its pages are allocated, its kernels are not compiled yet.
 
-        `compile_kernels`: called before the first rollout, with whether it may draft (`warm_up.py`). `run_ahead`:
-        makes what fills idle slots; by default nothing does.
+        Args:
+            policy: Decodes; the engine reads the weights and changes none.
+            options: Sizes and limits.
+            tokenizer: For stop strings.
+            drafter: `NoDrafter` by default.
+            runner: `CpuRunner` by default.
+            cost: Of a decode step; measured by default.
+            compile_kernels: Called before the first rollout, with whether it may draft (`warm_up.py`).
+            run_ahead: The constructor of what decodes in idle slots; `NoRunAhead` by default.
+
+        Raises:
+            ValueError: the model is not made for sequences this long, or the memory does not hold one of them.
         """
         self.options = options
         self.stop_finder = StopFinder(tokenizer, policy.config.vocab_size)
         self.vocab_size = policy.config.vocab_size
-        self.max_sequence_tokens = options.max_sequence_tokens or policy.config.max_position_embeddings
-        if self.max_sequence_tokens > policy.config.max_position_embeddings:
-            raise ValueError(
-                f"sequences of up to {self.max_sequence_tokens} tokens are asked for, but the model was made for "
-                f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json, or the limit of "
-                "its family in docs/models.md): lower rollout.max_prompt_tokens or rollout.max_new_tokens"
-            )
+        self.max_sequence_tokens = options.longest_sequence(policy.config.max_position_embeddings)
         self.runner = runner or CpuRunner(policy, options)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
@@ -78,7 +82,7 @@ class Engine:
         self.policy_version = 0
         self.stats = EngineStats()
         self.clock = StageClock()
-        """Of the current step, or of the last one."""
+        """Stages of the current step, or of the last one."""
         self._unrecorded: Callable[[], None] | None = None
         """Counts the last step."""
         self._num_rows = 0
@@ -310,11 +314,15 @@ class Engine:
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
             requests = [
-                replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
-                for one in step.started
+                replace(sample.request, prefix=self._completion(sample).response)
+                if sample.extensions
+                else sample.request
+                for sample in step.started
             ]
             self.drafter.start(slots, requests)
-            resumed = [self.batch.generated(slot)[one.text_start :] for slot, one in zip(slots, requests, strict=True)]
+            resumed = [
+                self.batch.generated(slot)[request.text_start :] for slot, request in zip(slots, requests, strict=True)
+            ]
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
@@ -345,18 +353,9 @@ class Engine:
 
     def _launch(self, step: ScheduledStep, trees: DraftTrees) -> None:
         """Fill the step's inputs and queue it."""
-        batch, slots, page_size = self.batch, step.slots, self.pool.page_size
-        sizes = trees.sizes
-        num_chunk_rows = np.array([len(chunk.token_ids) for chunk in step.chunks], np.int64)
-        starts = np.array([chunk.start for chunk in step.chunks], np.int64)
-        size = StepSize(
-            rows_per_sequence=np.concatenate([1 + sizes, num_chunk_rows]),
-            num_keys=np.concatenate([batch.num_tokens[slots] + sizes, starts + num_chunk_rows]),
-            num_sampled=len(slots) + trees.num_nodes,
-            page_size=page_size,
-        )
-        inputs = self.runner.inputs_for(size)
-        fill_inputs(inputs, batch.arrays, slots, trees, step.chunks, page_size)
+        batch, slots, sizes = self.batch, step.slots, trees.sizes
+        inputs = self.runner.inputs_for(batch.step_size(step, sizes))
+        fill_inputs(inputs, batch.arrays, slots, trees, step.chunks, self.pool.page_size)
         filters = None
         if batch.is_filtered[slots].any():
             filters = RowFilters(
@@ -422,6 +421,11 @@ class Engine:
             extensions=tuple(sample.extensions),
         )
         return Completion(request=sample.request, response=response)
+
+    def _continued(self, sample: Sample) -> Request:
+        """The request of a sample that has got a slot; that of a later turn has all turns before it as its prefix."""
+        request = sample.request
+        return replace(request, prefix=self._completion(sample).response) if sample.extensions else request
 
     def _observe(self, trees: DraftTrees, verified: Verified) -> None:
         """Report the new tokens to the drafter, with what else the policy took to be likely where both can."""

@@ -31,7 +31,14 @@ class Scheduler:
     def __init__(
         self, batch: Batch, *, prefill_chunk_tokens: int, max_draft_nodes: int, run_ahead: NoRunAhead | None = None
     ) -> None:
-        """`max_draft_nodes`: of a sample in a step; `run_ahead`, on the same batch, leaves pages for those."""
+        """A scheduler without samples.
+
+        Args:
+            batch: Empty; it has the slots and the pages.
+            prefill_chunk_tokens: Largest number of prompt tokens of a step.
+            max_draft_nodes: Largest number of draft nodes of a sample in a step.
+            run_ahead: On the same batch; it leaves pages for those nodes.
+        """
         self.batch = batch
         self.pool = batch.pool
         self.prefill_chunk_tokens = prefill_chunk_tokens

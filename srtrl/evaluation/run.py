@@ -45,7 +45,9 @@ def find_recipes(
     elif task is not None:
         source = bare_source(model)
     if suite is not None:
-        recipes = {one.name: suite_recipe(suite, one, model, source, overrides) for one in suite.benchmarks}
+        recipes = {
+            benchmark.name: suite_recipe(suite, benchmark, model, source, overrides) for benchmark in suite.benchmarks
+        }
         return model, recipes
     if source is None:
         raise ValueError(

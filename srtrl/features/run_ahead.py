@@ -29,7 +29,7 @@ class RunAhead(NoRunAhead):
     needs_cost = True
 
     def __init__(self, batch: Batch, cost: StepCost, drafter: DrafterBase, *, max_slowdown: float) -> None:
-        """`max_slowdown`: of a step with primaries, as a share of its time."""
+        """Run-ahead on an engine's batch; `max_slowdown`: of a step with primaries, as a share of its time."""
         self.batch = batch
         self.pool = batch.pool
         self.cost = cost

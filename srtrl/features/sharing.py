@@ -69,7 +69,7 @@ class SeveralRanks(OneRank):
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
-        """In which this rank decoded samples of its step."""
+        """Seconds in which this rank decoded samples of its step."""
         self.num_claimed = 0
         """Samples of other ranks that this one has taken."""
         self._last_report = 0.0
@@ -81,7 +81,7 @@ class SeveralRanks(OneRank):
         self._values: dict[str, tuple[float, int]] = {}
         """When each counter was read, and its value then."""
         self._last_progress = time.monotonic()
-        """Of any rank, as far as this one has seen."""
+        """Time of the last progress of any rank, as far as this one has seen."""
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class SeveralRanks(OneRank):
         """Let any rank claim the samples of these lines, one line for each rank; all ranks have the same."""
         self._lines = lines
         self._num_left = [len(line) for line in lines]
-        """Of each line, samples that are not taken, or more: what was known last."""
+        """Samples of each line that were not taken when this rank last looked; there may be fewer now."""
 
     def claim(self, count: int) -> Sequence[Request]:
         """See `OneRank`; those of this rank's own line first."""
@@ -176,7 +176,9 @@ class SeveralRanks(OneRank):
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
-        engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
+        engine.drafter.learn(
+            [Completion(request=requests[data_order(rollout)], response=rollout.response) for rollout in others]
+        )
         for _, texts in shared:
             engine.drafter.learn_texts(texts)
         return others

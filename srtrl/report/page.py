@@ -134,8 +134,10 @@ def _over_time(run: Run) -> list[tuple[int, str, dict[str, Any]]]:
         return []
     shown = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        samples = [one for one in read_samples(run, step=step) if one["prompt_id"] == prompt_id]
-        shown.append((step, f"mean reward {fmean(one['reward'] for one in samples):.2f} of {len(samples)}", samples[0]))
+        samples = [sample for sample in read_samples(run, step=step) if sample["prompt_id"] == prompt_id]
+        shown.append(
+            (step, f"mean reward {fmean(sample['reward'] for sample in samples):.2f} of {len(samples)}", samples[0])
+        )
     return shown
 
 

@@ -75,8 +75,8 @@ class Draws(ABC):
 def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
     """Decode and grade all samples of some draws, on all ranks.
 
-    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile the
-    engine's run_ahead continues.
+    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile
+    run-aheads continue.
 
     Args:
         engine: Decodes; its policy is not changed.
@@ -116,7 +116,7 @@ class FixedDraws(Draws):
     """Draws that are all opened at once."""
 
     def __init__(self, draws: Sequence[tuple[int, Prompt]]) -> None:
-        """All ranks make the same.
+        """Draws that no rollout has opened; all ranks make the same.
 
         Args:
             draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a
@@ -182,7 +182,7 @@ class Collector:
     runs_ahead: bool = True
     """Whether run-aheads continue while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
-    """Of samples that go on from what was sampled earlier."""
+    """Responses from which samples continue, because an earlier rollout has sampled them."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
@@ -277,7 +277,7 @@ class Collector:
                 self.grader.wait_any(tickets, timeout=0.0)
 
     def _tickets(self, draw_indices: Sequence[int]) -> list[GradeTicket]:
-        """Of this rank's samples of some open draws that have ended."""
+        """Tickets of this rank's ended samples of some open draws."""
         return [sample.ticket for draw_index in draw_indices for sample in self._draws[draw_index].samples.values()]
 
     def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:

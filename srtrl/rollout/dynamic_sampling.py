@@ -55,9 +55,9 @@ class DrawsUntilFull(Draws):
     """Draws that this rank has opened."""
     num_opened: int = field(default=0, init=False)
     _kept: set[int] = field(default_factory=set, init=False)
-    """Of this rank's decided draws."""
+    """This rank's decided draws that are kept."""
     _rollouts: list[Rollout] = field(default_factory=list, init=False)
-    """Of this rank's decided draws."""
+    """Rollouts of this rank's decided draws."""
     _next: int | None = field(default=None, init=False)
     """Number of this rank's next draw, which may not be opened yet."""
 
@@ -91,7 +91,7 @@ class DrawsUntilFull(Draws):
         return self._rollouts
 
     def kept_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Of the groups of all draws those that are kept; called on all ranks."""
+        """Those of the groups that are kept; called on all ranks."""
         kept = set[int]().union(*ranks.gather(self._kept, "the kept groups"))
         return [group for group in groups if group.draw_index in kept]
 

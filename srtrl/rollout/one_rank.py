@@ -23,7 +23,7 @@ class OneRank:
         self._counts = Counter[str]()
 
     def rollout(self) -> AbstractContextManager[None]:
-        """Around a rollout, which counts from zero."""
+        """Begin a rollout, with all counters at zero, and end it."""
         self._counts.clear()
         return nullcontext()
 
@@ -33,15 +33,15 @@ class OneRank:
         return self._counts[name] - amount
 
     def read(self, name: str) -> int:
-        """The value of a counter as it is, or was a moment ago."""
+        """The value of a counter; with several ranks it may be slightly old."""
         return self._counts[name]
 
     def deal(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:
-        """Of all samples those with which this process begins."""
+        """Those of all samples with which this process begins."""
         return requests
 
     def claim(self, count: int) -> Sequence[Request]:
-        """Of those that `deal` has left the next ones, at most `count`: fewer only where none is left anywhere."""
+        """At most `count` more of the samples that `deal` has left: fewer only where no rank has one left."""
         return ()
 
     def report_progress(self, busy_seconds: float = 0.0) -> None:

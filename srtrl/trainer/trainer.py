@@ -67,7 +67,7 @@ class Parts:
     """In the order in which they learn; the last one is `policy`."""
     policy: PolicyLearner
     saved: list[Part]
-    """Of a checkpoint, beside the learners and the sampler."""
+    """Parts of a checkpoint beside the learners and the sampler."""
     prompts_sha256: str
     """See `digest_prompts`."""
     model_sha256: str
