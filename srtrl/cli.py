@@ -149,14 +149,18 @@ def train(
         steps = f"{loaded.train.num_steps} steps" if passes is None else f"{passes:g} passes over the prompts"
         print(f"{recipe}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
     check_recipe(loaded, source)
+    from rich.console import Console
+
     from srtrl.build import run_training
     from srtrl.metrics import read_metrics
+    from srtrl.run.progress import styled
     from srtrl.run.step_metrics import run_figures
 
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():
         for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
-            print(textwrap.fill(f"{name + ':':<34} {figure}", 78, subsequent_indent=" " * 35))
+            line = textwrap.fill(f"{name + ':':<34} {figure}", 78, subsequent_indent=" " * 35)
+            Console(soft_wrap=True).print(styled(line))
         again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")
@@ -195,15 +199,6 @@ app.command("generate")(generation.command)
 
 app.command("replay")(replay)
 app.add_typer(tools.app, name="tool")
-
-
-@app.command("bench", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench() -> None:
-    """Moved to docs/bench_rollout.py."""
-    raise ValueError(
-        "`srtrl bench rollout` is a script now: in a checkout of srtrl, `python docs/bench_rollout.py` with the same "
-        "options"
-    )
 
 
 @app.command("report")

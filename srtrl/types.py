@@ -18,6 +18,8 @@ FinishReason = Literal["stop", "length"]
 GradeOutcome = Literal["correct", "wrong", "graded", "timeout", "crash", "error"]
 """The end of a grading; `graded`: by rewards alone, for the task has no verifier. The last three are failures of the
 grader, counted apart from wrong answers."""
+GRADED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "graded")
+"""The outcomes with a reward."""
 VERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "timeout", "crash", "error")
 """Outcomes where the task has a verifier."""
 UNVERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("graded", "timeout", "crash", "error")
@@ -209,7 +211,7 @@ class Grade:
     @property
     def is_graded(self) -> bool:
         """Whether there is a reward: grading did not fail."""
-        return self.outcome in ("correct", "wrong", "graded")
+        return self.outcome in GRADED_OUTCOMES
 
 
 def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tuple[SegmentKind, slice]]:

@@ -233,7 +233,9 @@ def test_an_answer_that_cannot_be_continued_or_a_format_that_does_not_fit_is_ref
 
 
 @pytest.mark.parametrize("environment", [Evaluates, EvaluatesLater])
-def test_an_environment_that_raises_ends_the_run_only_where_it_always_does(environment: type[EnvironmentBase]) -> None:
+def test_an_environment_that_raises_ends_the_run_only_where_it_always_does(
+    environment: type[EnvironmentBase], caplog: pytest.LogCaptureFixture
+) -> None:
     with talk(environment, max_turns=1) as conversations:
         for sample, said in enumerate(("fail(RuntimeError('this'))", "{}['that']")):
             assert ending_of(ask(conversations, completion_of(encode(said), sample=sample))).outcomes == ("raised",)
@@ -243,6 +245,10 @@ def test_an_environment_that_raises_ends_the_run_only_where_it_always_does(envir
         conversations.check_not_all_raised("step 3")
         conversations.begin_step(4)
         conversations.check_not_all_raised("step 4")
+        ask(conversations, completion_of(encode("fail(RuntimeError('third'))"), sample=3))
+    [message] = caplog.messages
+    place = r"RuntimeError: this \(test_environments\.py:\d+, \w+\)$"
+    assert re.match(rf"{__name__}:{environment.__name__} raised, and the policy reads it: {place}", message)
 
 
 # --- What hangs -------------------------------------------------------------------------------------------------------
@@ -343,16 +349,16 @@ def test_threads_start_when_needed_and_waiting_for_one_is_no_time_of_a_step(monk
         monkeypatch.setattr(Evaluates, "max_parallel", returns(max_parallel))
         is_free.clear()
         with talk(Evaluates) as conversations:
-            assert num_threads() == 1  # of the event loop
+            assert num_threads() == 2  # of the event loop
             assert ending_of(ask(conversations, completion_of(encode("hang()")))).stop_reason == "time"
             is_free.set()
-            wait_until(lambda: num_threads() == 1)  # the late answer has come
+            wait_until(lambda: num_threads() == 2)  # the late answer has come
             for turn in turns:
                 conversations.submit_turn(turn, PROMPT)
-            assert num_threads() == 1 + min(max_parallel, len(turns))
+            assert num_threads() == 2 + min(max_parallel, len(turns))
             reasons = [ending_of(answer).stop_reason for answer in answers_of(conversations)]
             assert reasons == ["done"] * len(turns)  # one after the other they take longer than the limit
-            wait_until(lambda: num_threads() == 1)
+            wait_until(lambda: num_threads() == 2)
             loop = conversations._loop
         wait_until(lambda: num_threads() == 0)
         assert loop.is_closed()

@@ -82,6 +82,14 @@ def test_summary_counts_failures_apart_and_as_not_right() -> None:
     assert timed == {"time/eval"}  # all else must be equal after a resume
 
 
+def test_the_interval_of_a_reward_stays_within_the_rewards_of_samples() -> None:
+    groups = [make_group(index, ["correct", "wrong"] if index < 2 else ["wrong", "wrong"]) for index in range(20)]
+    metrics = eval_metrics(groups, seconds=2.0)
+    low, high = mean_interval([0.5, 0.5, *([0.0] * 18)])
+    assert low < 0
+    assert (metrics["eval/reward_low"], metrics["eval/reward_high"]) == (0.0, high)
+
+
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
     for num_samples in (1, 2, 5, 8):
         for num_correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):

@@ -338,6 +338,7 @@ def test_blocking_the_event_loop_stops_the_run(
 ) -> None:
     """Many coroutines that block for a moment do not. A plain function that takes long is named in a warning."""
     monkeypatch.setattr("srtrl.tasks.grading.GRACE_SECONDS", 0.3)
+    monkeypatch.setattr("srtrl.tasks.event_loop.BLOCKING_SECONDS", 0.2)
     own = sys.modules["own_rewards"]
     for name, text in (
         ("reward `judge`", "is_free.wait(60)"),
@@ -358,6 +359,15 @@ def test_blocking_the_event_loop_stops_the_run(
         assert [grade.reward for grade in grade_all(grader, ["time.sleep(0.5) or 1"])] == [1.0]
     warning = r"0\.1 seconds in reward `here`, which has no limit .*should be @isolated"
     assert any(re.match(warning, message) for message in caplog.messages)
+    blocked = (
+        r"reward `seventh`, reward `judge`: `(\w+)` \(own_rewards\.py:(\d+)\) has blocked the event loop for 0\.2 s"
+    )
+    places = [match for message in caplog.messages if (match := re.match(blocked, message))]
+    lines = Path(str(own.__file__)).read_text(encoding="utf-8").splitlines()
+    assert [(place[1], lines[int(place[2]) - 1].strip()) for place in places] == [
+        ("judge", "value = eval(sample.text)"),
+        ("blocking", "is_free.wait(60)"),
+    ]
 
 
 def test_a_verifier_that_workers_cannot_import_is_refused() -> None:

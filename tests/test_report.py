@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import bench_cases
@@ -237,6 +238,43 @@ def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
     assert "... 500 more characters; --full shows all" in shown
     assert "x" * 2500 in rollouts(told, "--full")
     assert "... 2 more samples; --limit shows more" in rollouts(told, "--limit", 1)
+
+
+def test_equal_samples_are_shown_once_and_prompts_by_their_visits(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "told", 3)
+
+    def row(prompt: str, index: int, text: str, reward: float, outcome: str = "wrong") -> dict[str, Any]:
+        row = {"prompt_id": prompt, "draw_index": 9, "sample_index": index, "text": text, "reward": reward}
+        row |= {"outcome": outcome, "token_ids": [1], "prompt_token_ids": [7], "prompt": "?", "finish_reason": "stop"}
+        return row | {"advantage": 0.0, "reward_format": reward}
+
+    for step, rows in enumerate(
+        (
+            [row("p", 0, "a", 0.25), row("q", 0, "a", 1.0)],
+            [row("p", 0, "a", 0.5), row("r\x1b", 0, "a", 0.5)],
+            [
+                *(row("p", 0, "a", 1.0), row("p", 1, "b", 1.0), row("p", 2, "a", 1.0), row("p", 3, "a", 0.0)),
+                *(row("p", 4, "a", 0.0, "error"), row("q", 0, "a", 0.0)),
+            ],
+        ),
+        start=1,
+    ):
+        pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / step_file_name(step))
+    shown = rollouts(run, "--prompt", "p")
+    assert re.findall(r"sample (.*?): reward (\S+) ", shown) == [
+        ("0 (2 equal)", "1"),
+        ("1", "1"),
+        ("3", "0"),
+        ("4", "0"),
+    ]
+    assert "... 2 more samples" in rollouts(run, "--prompt", "p", "--limit", 2)
+    assert rollouts(run, "--by-prompt").splitlines() == [
+        "-1.000  q: 1.000 at step 1, 0.000 at step 3, visits: 2",
+        "+0.000  r·: 0.500 at step 2, 0.500 at step 2, visits: 1",
+        "+0.500  p: 0.250 at step 1, 0.750 at step 3, visits: 3",
+    ]
+    result = bench_cases.run("rollouts", run, "--by-prompt", "--limit", 3)
+    assert (result.exit_code, result.stderr) == (2, "error: --by-prompt: expected no other option\n")
 
 
 JSON_ROWS: list[tuple[tuple[object, ...], list[int]]] = [

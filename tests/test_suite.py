@@ -157,6 +157,11 @@ def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     names = ("gsm8k", "math500", "mmlu_stem")
     result = short(policy, data, "--only", ",".join(names), "--output", output, "--json")
+    assert re.findall(r"^first prompt of (\w+), .*:\n\| (.*)$", result.stderr, re.MULTILINE) == [
+        ("gsm8k", GSM8K[0]["question"]),
+        ("math500", "0 plus 2?"),
+        ("mmlu_stem", "Prime?"),
+    ]
     report = json.loads(result.stdout)
     gsm8k, math500, mmlu = report["benchmarks"]
     assert (gsm8k["num_rows"], gsm8k["num_left_out"]) == (7, 1)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
-from srtrl.run.progress import SPARKS, RunProgress, sparkline
+from srtrl.run.progress import SPARKS, RunProgress, sparkline, styled
 from srtrl.run.step_metrics import describe_step, headline, run_figures, step_problems
 from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_input import RewardInput
@@ -264,13 +265,19 @@ ALL_FAIL = [{"name": "test_trainer:fails_often", "options": {"share": 10**9}}]
         DAPO | {"rewards": SOME_FAIL, "algorithm": DAPO["algorithm"] | {"filters": ["drop_uniform"]}},
         {"rollout__mode": "partial", "rollout__min_complete": 0.5, **RECOMPUTE},
         {"rollout__mode": "spec_rl", **RECOMPUTE},
-        {"eval__before_and_after": True, "rewards": ALL_FAIL},
+        {"eval__before_and_after": True, "rewards": ALL_FAIL, "train__num_steps": 4},
     ],
 )
 def test_samples_that_could_not_be_graded_are_not_learned_from(
-    policy: Path, tmp_path: Path, changes: dict[str, Any]
+    policy: Path, tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train(make_recipe(policy, tmp_path, train__num_steps=2, **QUICK | {"rewards": SOME_FAIL} | changes))
+    changes = {"train__num_steps": 2, "rewards": SOME_FAIL} | changes
+    result = train(make_recipe(policy, tmp_path, **QUICK | changes))
+    said = capsys.readouterr().out
+    num_without = 4 if changes["rewards"] is ALL_FAIL else 0
+    assert said.count("  reward -  ") == num_without
+    advice = f"thirdstepwithoutagradient:see`srtrlrollouts{result.folder}`anddocs/reward.md"
+    assert "".join(said.split()).count(advice) == (num_without > 0)
     for row in read_metrics(result.folder / "metrics.jsonl")[-2:]:
         table = pq.read_table(result.folder / "rollouts" / f"step_{row['step']:06d}.parquet").to_pylist()
         graded = [one for one in table if one["outcome"] != "error"]
@@ -280,7 +287,7 @@ def test_samples_that_could_not_be_graded_are_not_learned_from(
         assert learned == [one for one in table if one["advantage"] is not None]
         mean = sum(one["reward"] for one in graded) / max(1, len(graded))
         assert row["reward/mean"] == pytest.approx(mean, abs=1e-6)  # of float32
-        assert f"{failed} gradings failed: left out" in step_problems(row)
+        assert f"{failed} grading{'s' * (failed > 1)} failed: left out" in step_problems(row)
         assert ("grad_norm" in row or "critic/loss" in row) == bool(learned)
         num_tokens = sum(len(one["prompt_token_ids"]) + len(one["token_ids"]) for one in learned)
         assert row.get("tokens/update", 0) <= num_tokens
@@ -339,12 +346,38 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
     ]
     output.seek(0)
     text = output.read()
+    assert ("\x1b[1mstep 5/5  reward 0.500\x1b[0m" in text) == is_terminal
     if is_terminal:
+        text = re.sub(r"\x1b\[\d?m", "", text)
         assert all(re.sub("  .:.. left", "", line) in text for line in lines)
         assert "step 5/5  rollout 5/10  0:30 left" in text
         assert "step 3/5  reward" not in text, "one second after the last line"
     else:
         assert text.splitlines() == lines
+
+
+def test_a_gain_is_coloured_and_a_step_without_a_reward_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, style in {
+        "gain:      +24.9 points": "green",
+        "gain:      -0.012": "red",
+        "gain:      +0.0 points": "green",
+        "step 1/5  reward -  9.0 s": "bold",
+        "step 1/5  gsm8k: reward 0.1": "",
+        "| step 1/5  reward 1  gain: +1": "",
+    }.items():
+        spans = styled(text).spans
+        assert [span.style for span in spans] == ([style] if style else [])
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        output = io.StringIO()
+        Console(file=output, force_terminal=True).print(styled("gain: +1.0 points"))
+        assert ("\x1b[32m" in output.getvalue()) == (not no_color)
+    output = io.StringIO()
+    progress = RunProgress(3, console=Console(file=output))
+    for step, reward in enumerate((0.5, math.nan, 1.0), start=1):
+        progress._last_line = -math.inf
+        progress.step(step, "9.0 s", reward=reward)
+    assert re.findall(r"reward (\S+)", output.getvalue()) == ["0.500", "-", "0.750"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

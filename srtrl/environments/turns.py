@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import time
 import traceback
@@ -37,6 +38,8 @@ from srtrl.types import Completion, Conversation, Prompt, segment_slices
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,6 +82,7 @@ class EnvironmentTurns(OneTurn):
         self._num_samples: Counter[bool] = Counter()
         """Samples of this step that have ended, by whether their environment has raised."""
         self._first_traceback = ""
+        self._has_logged_error = False
         self._stack = ExitStack()
         self._shared: Any = None
 
@@ -356,6 +360,9 @@ class EnvironmentTurns(OneTurn):
             return pending.answer.result()
         if not self._first_traceback:
             self._first_traceback = "".join(traceback.format_exception(error))
+        if not self._has_logged_error:
+            self._has_logged_error = True
+            logger.warning("%s raised, and the policy reads it: %s", self.section.name, describe_error(error))
         return Step(observation=f"error: {describe_error(error)}", outcomes=["raised"])
 
     def _end(self, completion: Completion, sample: OpenSample, stop_reason: str) -> Conversation:

@@ -17,6 +17,7 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy
 from srtrl.run.machine import choose_device
+from srtrl.run.progress import describe_prompt
 from srtrl.run.steps import checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
@@ -73,6 +74,7 @@ def run_evals(
     recipes: Mapping[str, Recipe],
     *,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    on_prompt: Callable[[str], None] = lambda _: None,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on the task of each recipe, with one decoder; an outcome as soon as it is there.
 
@@ -86,6 +88,7 @@ def run_evals(
             decoder.
         on_progress: Called after each completion, with the name, the number of completions so far and of those that are
             requested.
+        on_prompt: Called with a text that shows the first prompt, before each evaluation.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -120,6 +123,7 @@ def run_evals(
                 turns=turns,
                 ranks=build.choose_ranks(),
             )
+            on_prompt(describe_prompt(context.started(prompts[0]), tokenizer, f"first prompt of {name}"))
             groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))
         yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)
 

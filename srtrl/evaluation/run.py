@@ -71,7 +71,7 @@ def evaluate(
     outcomes: list[EvalOutcome] = []
     progress = RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main()))
     with progress, reporting_compilation(progress.compiling):
-        for outcome in run_evals(model, recipes, on_progress=progress.stage):
+        for outcome in run_evals(model, recipes, on_progress=progress.stage, on_prompt=progress.say):
             if output is not None and ranks.is_main():
                 tables.write_rows(output, outcome, is_first=not outcomes)
             outcomes.append(outcome)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from srtrl.environments.base import count_turns, segment_titles
+from srtrl.types import GRADED_OUTCOMES
 
 if TYPE_CHECKING:
     from srtrl.report.runs import Run
@@ -33,7 +34,10 @@ def command(
         Literal["reward", "-reward", "length", "-length"] | None,
         typer.Option(help="Lowest first, with a minus highest first. [default: groups with unequal rewards first]"),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of samples.")] = 4,
+    by_prompt: Annotated[
+        bool, typer.Option("--by-prompt", help="For each prompt the mean reward at its first and its last step.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of samples. [default: 4]")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON row per sample, texts whole, without tokens and log-probs.")
@@ -41,11 +45,16 @@ def command(
 ) -> None:
     """Show samples of a training step.
 
-    Each with prompt, response, reference answer, reward with its parts, and advantage. They are read from the run's
-    folder, also while the run continues.
+    Each with prompt, response, reference answer, reward with its parts, and advantage; equal responses are shown once.
+    They are read from the run's folder, also while the run continues.
     """
     from srtrl.report.runs import read_run
 
+    if by_prompt:
+        if (step, prompt, sort, limit, full, as_json) != (None, None, None, None, False, False):
+            raise ValueError("--by-prompt: expected no other option")
+        print_visits(read_run(run))
+        return
     samples = read_samples(read_run(run), step=step, prompt_id=prompt)
     if sort is None:
         rewards: dict[int, set[float]] = {}
@@ -54,10 +63,12 @@ def command(
         samples.sort(key=lambda sample: len(rewards[sample["draw_index"]]) == 1)
     else:
         samples.sort(key=lambda sample: sample[sort.removeprefix("-")], reverse=sort.startswith("-"))
+    limit = 4 if limit is None else limit
     if as_json:
         for sample in samples[:limit]:
             print(json.dumps(sample, ensure_ascii=False))
     else:
+        samples = merge_equal(samples)
         print_samples(samples[:limit], max_characters=None if full else MAX_CHARACTERS)
     if len(samples) > limit:
         print(f"... {len(samples) - limit} more samples; --limit shows more", file=sys.stderr if as_json else None)
@@ -85,6 +96,34 @@ def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None =
         | {"segments": _segments(row)}
         for row in read_rollouts(files[step], prompt_id=prompt_id).to_pylist()
     ]
+
+
+def merge_equal(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Samples of a draw with the same text and grade become the first of them, with their number."""
+    merged: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        key = str([sample[name] for name in ("draw_index", "text", "segments", "reward", "outcome")])
+        merged.setdefault(key, {**sample, "num_equal": 0})["num_equal"] += 1
+    return [*merged.values()]
+
+
+def print_visits(run: "Run") -> None:
+    """Print for each prompt the mean reward at the first and the last step that drew it, largest loss first."""
+    import pyarrow
+    import pyarrow.compute
+
+    from srtrl.report.runs import find_rollouts, read_rollouts
+
+    visits: dict[str, list[tuple[int, float]]] = {}
+    for step, path in find_rollouts(run).items():
+        table = read_rollouts(path, ["prompt_id", "reward", "outcome"])
+        graded = table.filter(pyarrow.compute.is_in(table["outcome"], pyarrow.array(GRADED_OUTCOMES)))
+        for row in graded.group_by("prompt_id").aggregate([("reward", "mean")]).to_pylist():
+            visits.setdefault(row["prompt_id"], []).append((step, row["reward_mean"]))
+    for name, of_prompt in sorted(visits.items(), key=lambda item: item[1][-1][1] - item[1][0][1]):
+        (first, before), (last, after) = of_prompt[0], of_prompt[-1]
+        rewards = f"{before:.3f} at step {first}, {after:.3f} at step {last}"
+        print(f"{after - before:+.3f}  {printable(name)}: {rewards}, visits: {len(of_prompt)}")
 
 
 def _segments(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
@@ -132,8 +171,9 @@ def heading(sample: Mapping[str, Any]) -> str:
     ]
     advantage = "not learned from" if sample["advantage"] is None else f"advantage {sample['advantage']:.3g}"
     turns = f", {count_turns(sample['num_turns'], sample['stop_reason'])}" if sample["segments"] else ""
+    equal = f" ({sample['num_equal']} equal)" if sample["num_equal"] > 1 else ""
     return (
-        f"step {sample['step']}, prompt {sample['prompt_id']}, sample {sample['sample_index']}: "
+        f"step {sample['step']}, prompt {sample['prompt_id']}, sample {sample['sample_index']}{equal}: "
         f"reward {sample['reward']:.3g} ({', '.join(parts)}), {advantage}, {sample['outcome']}, "
         f"{sample['length']} tokens, finish reason: {sample['finish_reason']}{turns}"
     )

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from math import isnan
 from statistics import fmean
 from textwrap import wrap
 from time import monotonic
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from numba.core import event
 from numba.core.registry import CPUDispatcher
 from rich.console import Console
+from rich.text import Text
 
 from srtrl.engine.stopping import decode
 from srtrl.types import Prompt
@@ -37,6 +39,9 @@ WIDTH = 78
 """Longest line."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
+
+STYLES = {r"^step \S+  reward \S+": "bold", r"^gain: +\+.*": "green", r"^gain: +-.*": "red"}
+"""Patterns in lines for people, and their styles on a terminal."""
 
 SHOWN_CHARACTERS = 500
 """Of the first prompt, at the start of a run."""
@@ -67,12 +72,13 @@ class RunProgress:
     def step(self, step: int, text: str, *, reward: float | None = None, notice: str = "") -> None:
         """Print a line about step `step` (1-based), which is done, at most one in `SECONDS_PER_LINE`.
 
-        `reward`: of the step; shown is the mean of the last steps, with its way since this process began. `notice`:
-        what must not be missed, on a line of its own.
+        `reward`: of the step, NaN where no sample could be graded; shown is the mean of the last steps, with its way
+        since this process began. `notice`: what must not be missed, on a line of its own.
         """
         self._num_done = step
         self._ends.append(monotonic())
-        if reward is not None:
+        is_graded = reward is not None and not isnan(reward)
+        if reward is not None and is_graded:
             self._rewards.append(reward)
         if not notice and step < self._num_steps and self._ends[-1] < self._last_line + SECONDS_PER_LINE:
             return
@@ -80,7 +86,9 @@ class RunProgress:
         start, end = f"step {step}/{self._num_steps}  ", text
         if not self.console.is_terminal and (left := self._time_left()):
             end += f"  {left}"
-        if reward is not None:
+        if reward is not None and not is_graded:
+            start += "reward -  "
+        elif reward is not None:
             ends = range(1, len(self._rewards) + 1)
             means = [fmean(self._rewards[max(0, end - STEPS_OF_REWARD) : end]) for end in ends]
             start += f"reward {means[-1]:.3f} "
@@ -88,7 +96,7 @@ class RunProgress:
                 start += sparkline(means, min(STEPS_OF_REWARD, WIDTH - len(start) - len(end) - 2))
             start = f"{start.rstrip()}  "
         for words, indent in ((start + end, ""), (notice, "  ")):
-            for line in wrap(words, WIDTH, initial_indent=indent, subsequent_indent="  "):
+            for line in wrap(words, WIDTH, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False):
                 self.say(line)
 
     def _time_left(self) -> str:
@@ -116,7 +124,15 @@ class RunProgress:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self.console.print(styled(text), soft_wrap=True)
+
+
+def styled(text: str) -> Text:
+    """The text, with the reward of a step and the gain of a run in a style of their own on a terminal."""
+    result = Text(text)
+    for pattern, style in STYLES.items():
+        result.highlight_regex(pattern, style)
+    return result
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -156,7 +172,7 @@ class _CompileListener(event.Listener):
         """Nothing to do."""
 
 
-def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, what: str = "first training prompt") -> str:
     """The prompt as the policy reads it, with special tokens and line ends, without the middle of a long one.
 
     Each line begins with `| `, so that a line end at the very end is visible.
@@ -165,5 +181,5 @@ def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
     if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
         half = SHOWN_CHARACTERS // 2
         text = f"{text[:half]} [... {num_left_out:,} characters left out ...] {text[-half:]}"
-    heading = f"first training prompt, {prompt.prompt_id} ({len(prompt.token_ids):,} tokens):"
+    heading = f"{what}, {prompt.prompt_id} ({len(prompt.token_ids):,} tokens):"
     return "\n| ".join([heading, *text.split("\n")])

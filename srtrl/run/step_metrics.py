@@ -219,12 +219,19 @@ def describe_step(metrics: MetricRow) -> str:
     return "  ".join([*parts, time])
 
 
+def has_graded(metrics: MetricRow) -> bool:
+    """Whether a sample of the training step could be graded."""
+    return any(metrics.get(f"grading/{outcome}") for outcome in ("correct", "wrong", "graded"))
+
+
 def step_problems(metrics: MetricRow) -> str:
     """What a reader must know about a training step, else nothing."""
     parts = []
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
-        parts.append(f"{failed:.0f} gradings failed: left out")
+        parts.append(f"{failed:.0f} grading{'s' if failed > 1 else ''} failed: left out")
+    if num_raised := metrics.get("environment/outcome_raised"):
+        parts.append(f"the environment raised in {num_raised:.0f} turn{'s' if num_raised > 1 else ''}")
     if metrics.get("tokens/unknown"):
         parts.append(f"{metrics['tokens/unknown']:.0f} tokens that the tokenizer does not have")
     if metrics["groups/dropped"]:
@@ -238,7 +245,7 @@ def step_problems(metrics: MetricRow) -> str:
     elif "grad_norm" not in metrics:
         parts.append(f"no update: the filters {'and failed gradings ' if failed else ''}left no sample")
     elif metrics.get("groups/zero_advantage_share") == 1 and metrics["grad_norm"] == 0:
-        parts.append("nothing learned: all advantages are 0 (docs/reward.md says what to look at)")
+        parts.append("nothing learned: all advantages are 0")
     return "  ".join(parts)
 
 

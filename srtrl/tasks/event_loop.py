@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from srtrl.resolve import Caught, describe_error, warn_once
 
 ADVICE = "what waits needs a limit of its own, and a coroutine must not block: `await`, or use asyncio.to_thread"
+BLOCKING_SECONDS = 1.0
+"""A coroutine that blocks the event loop for longer is named."""
 
 
 def start_thread(target: Callable[[], object]) -> None:
@@ -74,7 +77,8 @@ class DaemonThreads(ThreadPoolExecutor):
 def event_loop(owner: str) -> Iterator[asyncio.AbstractEventLoop]:
     """An event loop that runs in a thread of its own; what is left of its tasks at the end is cancelled.
 
-    What a task raises that nobody awaits is logged in one line; `owner` says whose coroutines these are.
+    What a task raises that nobody awaits is logged in one line, as is a coroutine that blocks the loop; `owner` says
+    whose coroutines these are.
     """
     loop, is_over = asyncio.new_event_loop(), threading.Event()
     loop.set_default_executor(DaemonThreads())
@@ -94,8 +98,19 @@ def event_loop(owner: str) -> Iterator[asyncio.AbstractEventLoop]:
                 if loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))[1]:
                     threading.Event().wait()  # a coroutine that swallows its end would hang whoever collects it
 
+    def watch() -> None:
+        while not is_over.wait(BLOCKING_SECONDS / 4):
+            is_free = threading.Event()
+            with Caught():  # it has been closed since
+                loop.call_soon_threadsafe(is_free.set)
+            task = None if is_free.wait(BLOCKING_SECONDS) else asyncio.current_task(loop)
+            for frame in task.get_stack(limit=1) if task else ():
+                name = f"`{frame.f_code.co_name}` ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+                warn_once(f"{owner}: {name} has blocked the event loop for {BLOCKING_SECONDS:g} s; {ADVICE}")
+
     loop.set_exception_handler(log)
     start_thread(run)
+    start_thread(watch)
     try:
         yield loop
     finally:

@@ -94,8 +94,10 @@ def eval_metrics(
         metrics["eval/solved_any"] = fmean(share > 0 for share in shares)
         for k in pass_at_ks(num_samples):
             metrics[f"eval/pass_at_{k}"] = fmean(pass_at_k(num_samples, count, k) for count in num_correct)
-    metrics["eval/reward"] = fmean(list(chain.from_iterable(graded)) or [0.0])
-    metrics["eval/reward_low"], metrics["eval/reward_high"] = mean_interval(rewards)
+    of_samples = [*chain.from_iterable(graded)] or [0.0]
+    low, high = mean_interval(rewards)
+    metrics["eval/reward"] = fmean(of_samples)
+    metrics["eval/reward_low"], metrics["eval/reward_high"] = max(low, min(of_samples)), min(high, max(of_samples))
     metrics |= {
         "eval/length/mean": fmean(lengths),
         "eval/length/median": float(median(lengths)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from srtrl.run.repeatable import fixed_order
 from srtrl.run.step_metrics import (
     describe_held_out,
     describe_step,
+    has_graded,
     memory_metrics,
     step_problems,
     time_metrics,
@@ -121,6 +123,8 @@ class Trainer:
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the current step."""
         self._has_said_slow_rewards = False
+        self._num_idle = 0
+        """Steps without a gradient since this process began."""
         self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
@@ -291,7 +295,12 @@ class Trainer:
         timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(policy.model.device)}
         self._write_row(row)
-        self.progress.step(self.step, describe_step(row), reward=row["reward/mean"], notice=step_problems(row))
+        reward, notice = row["reward/mean"] if has_graded(row) else math.nan, step_problems(row)
+        is_idle = row.get("grad_norm", row.get("critic/grad_norm", 0.0)) == 0.0
+        self._num_idle += is_idle
+        if is_idle and self._num_idle == 3:
+            notice += f"  third step without a gradient: see `srtrl rollouts {self.run.path}` and docs/reward.md"
+        self.progress.step(self.step, describe_step(row), reward=reward, notice=notice)
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         self._say_slow_rewards(row)
