@@ -296,7 +296,7 @@ class Trainer:
         row = {**metrics, **timed, **memory_metrics(policy.model.device)}
         self._write_row(row)
         reward, notice = row["reward/mean"] if has_graded(row) else math.nan, step_problems(row)
-        is_idle = row.get("grad_norm", row.get("critic/grad_norm", 0.0)) == 0.0
+        is_idle = not any(value for name, value in row.items() if name.endswith("grad_norm"))
         self._num_idle += is_idle
         if is_idle and self._num_idle == 3:
             notice += f"  third step without a gradient: see `srtrl rollouts {self.run.path}` and docs/reward.md"
