@@ -187,12 +187,6 @@ class Completion:
     request: Request
     response: Response
 
-    @property
-    def newly_sampled(self) -> npt.NDArray[np.int64]:
-        """Indices in the response of the tokens that were sampled after `request.prefix`."""
-        sampled = self.response.sampled
-        return sampled[sampled >= self.request.num_reused]
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Grade:

@@ -313,12 +313,7 @@ class Engine:
             self._give_up(list(step.ended))
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
-            requests = [
-                replace(sample.request, prefix=self._completion(sample).response)
-                if sample.extensions
-                else sample.request
-                for sample in step.started
-            ]
+            requests = [self._continued(sample) for sample in step.started]
             self.drafter.start(slots, requests)
             resumed = [
                 self.batch.generated(slot)[request.text_start :] for slot, request in zip(slots, requests, strict=True)
