@@ -176,8 +176,13 @@ class Request:
         Those with a prefix come before, in data order. `expected_tokens`: expected length of the response.
         """
         if self.prefix is not None:
-            return -0.5, self.draw_index, self.sample_index
+            return BEFORE_FIRST_SAMPLES, self.draw_index, self.sample_index
         return self.sample_index, -expected_tokens, self.draw_index
+
+
+BEFORE_ALL, BEFORE_FIRST_SAMPLES = -1.0, -0.5
+"""Beginnings of an admission key, in place of a sample's index: of a sample that has lost its slot or continues in its
+next turn, and of one with a prefix."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
