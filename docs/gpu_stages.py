@@ -172,7 +172,7 @@ def run_pytest(device: str, *paths: str) -> Row:
 
 def graphs(device: str) -> list[Row]:
     """One step kernel by kernel, captured and replayed: tokens and log-probs are equal."""
-    from srtrl.engine.runner import timed_step
+    from srtrl.engine.runner import timing_inputs
 
     rows = []
     for num_rows, num_sequences in ((64, 64), (512, 64), (256, 256)) if device == "cuda" else ((8, 2),):
@@ -180,7 +180,7 @@ def graphs(device: str) -> list[Row]:
         for cuda_graphs in (False, True):
             runner = build(device, num_layers=4, slots=num_sequences, cuda_graphs=cuda_graphs)
             for _ in range(4):
-                runner.launch(timed_step(runner, num_rows, 30, num_sequences), None)
+                runner.launch(timing_inputs(runner, num_rows, 30, num_sequences), None)
                 sampled = runner.wait(num_rows)
                 found.append((sampled.token_ids.tolist(), sampled.logprobs.tolist()))
         rows.append({"rows": num_rows, "passed": all(result == found[0] for result in found)})
@@ -191,13 +191,13 @@ def synchronisations(device: str) -> list[Row]:
     """Filling and launching a step asks the device nothing; an error where it does."""
     import torch
 
-    from srtrl.engine.runner import timed_step
+    from srtrl.engine.runner import timing_inputs
 
     runner = build(device, num_layers=2, slots=64)
     for mode in ("default", "default", "default", "error"):
         if device == "cuda":
             torch.cuda.set_sync_debug_mode(mode)
-        runner.launch(timed_step(runner, 64, 30, 64), None)
+        runner.launch(timing_inputs(runner, 64, 30, 64), None)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
         runner.wait(64)
@@ -323,7 +323,7 @@ def draft_head(device: str) -> list[Row]:
 
     import numpy as np
 
-    from srtrl.engine.runner import timed_step
+    from srtrl.engine.runner import timing_inputs
     from srtrl.features.draft_head import DraftHead, draft_chains
     from srtrl.features.draft_head_cuda import CudaGuesses
 
@@ -334,7 +334,7 @@ def draft_head(device: str) -> list[Row]:
     head.refresh(policies[0])
     on_cpu.refresh(policies[1])
     for num in (8, 64, 256) if device == "cuda" else (2,):
-        runner.launch(timed_step(runner, num, 30, num), None)
+        runner.launch(timing_inputs(runner, num, 30, num), None)
         runner.wait(num)
         noise = (np.ones(num, np.int32), np.ones(num, np.float32), np.arange(num, dtype=np.uint64), np.arange(num))
         guesses, found, seconds = CudaGuesses(head, runner, k=3, slots=num), [], []

@@ -55,12 +55,6 @@ def resolve_part(option: str, name: str) -> Callable[..., Any]:
     return resolve_function(module_name, name, first_arguments)
 
 
-def list_parts(option: str) -> list[str]:
-    """Names in this package for `option`, a key of `PARTS`."""
-    module_name, first_arguments = PARTS[option]
-    return list_functions(importlib.import_module(module_name), first_arguments)
-
-
 def resolve_function(module_name: str, name: str, first_arguments: Collection[str] = ()) -> Callable[..., Any]:
     """Return the public function `name` of one of our modules, or the user-defined `package.module:function`.
 

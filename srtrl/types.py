@@ -178,8 +178,13 @@ class Request:
         Those with a prefix come before, in data order. `expected_tokens`: expected length of the response.
         """
         if self.prefix is not None:
-            return -0.5, self.draw_index, self.sample_index
+            return BEFORE_FIRST_SAMPLES, self.draw_index, self.sample_index
         return self.sample_index, -expected_tokens, self.draw_index
+
+
+BEFORE_ALL, BEFORE_FIRST_SAMPLES = -1.0, -0.5
+"""Beginnings of an admission key, in place of a sample's index: of a sample that has lost its slot or continues in its
+next turn, and of one with a prefix."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -188,12 +193,6 @@ class Completion:
 
     request: Request
     response: Response
-
-    @property
-    def newly_sampled(self) -> npt.NDArray[np.int64]:
-        """Indices in the response of the tokens that were sampled after `request.prefix`."""
-        sampled = self.response.sampled
-        return sampled[sampled >= self.request.num_reused]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

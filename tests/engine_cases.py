@@ -254,7 +254,7 @@ class FakeDrafter(DrafterBase):
             parents.append(on_truth)
             on_truth = len(tokens) - 1
         return DraftTree(
-            token_ids=np.array(tokens, np.int32),
-            parents=np.array(parents, np.int32),
-            scores=np.ones(len(tokens), np.float32),
-        ).first(max_nodes)
+            token_ids=np.array(tokens[:max_nodes], np.int32),
+            parents=np.array(parents[:max_nodes], np.int32),
+            scores=np.ones(len(tokens[:max_nodes]), np.float32),
+        )

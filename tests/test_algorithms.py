@@ -4,6 +4,7 @@ Values and gradients of the losses are compared with other code in `test_update.
 `test_trl_parity.py`; the loops are in `algorithm_reference.py`.
 """
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -20,12 +21,18 @@ from torch import Tensor
 
 from srtrl.algorithms import advantages, losses, reductions
 from srtrl.algorithms.advantages import is_token_level, whiten
-from srtrl.resolve import declared, list_parts, resolve_part
+from srtrl.resolve import PARTS, declared, list_functions, resolve_part
 
 F64 = torch.float64
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------
+
+
+def list_parts(option: str) -> list[str]:
+    """Names in the package for an option."""
+    module_name, first_arguments = PARTS[option]
+    return list_functions(importlib.import_module(module_name), first_arguments)
 
 
 def test_everything_has_a_formula_in_the_padded_update() -> None:

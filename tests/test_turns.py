@@ -138,7 +138,7 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
         found = converse(engine, requests, delays)
         assert outputs(found) == outputs({key: truth[key] for key in found})
         assert all(one.response.extensions == truth[key].response.extensions for key, one in found.items())
-        num_sampled = sum(len(completion.newly_sampled) for completion in found.values())
+        num_sampled = sum((one.response.sampled >= one.request.num_reused).sum() for one in found.values())
         assert engine.take_metrics()["engine/tokens"] == num_sampled, "sampled twice"
         engine.end_step(has_new_weights=True)
         requests = requests[::-1]

@@ -36,12 +36,6 @@ class DraftTree:
         """Number of drafted tokens."""
         return len(self.token_ids)
 
-    def first(self, num_nodes: int) -> "DraftTree":
-        """Return the tree of its first `num_nodes` nodes (a tree again, for parents come first)."""
-        return DraftTree(
-            token_ids=self.token_ids[:num_nodes], parents=self.parents[:num_nodes], scores=self.scores[:num_nodes]
-        )
-
 
 EMPTY_TREE = DraftTree(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32), scores=np.empty(0, np.float32))
 """No draft: the step decodes one token, on the same code path."""

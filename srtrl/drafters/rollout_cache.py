@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS
@@ -24,10 +24,6 @@ PROMPT_BYTES = 512
 """Memory of a prompt beside its tokens and rollouts: its record and its entry in the table."""
 KEPT_SHARE = 0.95
 """When memory is short, rollouts are dropped until this share of it is in use, so that it is short seldom."""
-FORMAT = "srtrl rollout cache 1"
-"""Written into each file; raised when the layout changes."""
-ARRAYS = ("prompt_tokens", "prompt_lengths", "rollout_counts", "rollout_tokens", "rollout_lengths")
-"""The arrays of a file: prompts and rollouts laid end to end, their lengths, and the rollouts of each prompt."""
 
 
 class CachedRollout(NamedTuple):
@@ -105,7 +101,10 @@ class RolloutCache:
         return list(self._rollouts)
 
     def save(self, path: Path) -> None:
-        """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes."""
+        """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes.
+
+        Prompts and rollouts lie end to end, beside their lengths and the number of rollouts of each prompt.
+        """
         rollouts = [rollout.tokens for of_prompt in self._rollouts.values() for rollout in of_prompt]
         arrays: dict[str, npt.NDArray[Any]] = {
             "prompt_tokens": np.array([token for prompt in self._rollouts for token in prompt], np.int32),
@@ -114,16 +113,14 @@ class RolloutCache:
             "rollout_tokens": np.concatenate([np.empty(0, np.int32), *rollouts]),
             "rollout_lengths": np.array([len(rollout) for rollout in rollouts], np.int64),
         }
-        write_atomic(path, to_safetensors(arrays, metadata={"format": FORMAT}))
+        write_atomic(path, to_safetensors(arrays))
 
     def load(self, path: Path) -> None:
         """Add the rollouts of a file that `save` wrote, within this cache's bounds.
 
-        Raises:
-            ValueError: The file has another format; the message names it.
-            FileNotFoundError: There is no such file.
+        The checkpoint that holds it has vouched for its bytes and its layout.
         """
-        arrays = _read(path)
+        arrays = load_file(path)
         prompts = np.split(arrays["prompt_tokens"], np.cumsum(arrays["prompt_lengths"])[:-1])
         rollouts = iter(np.split(arrays["rollout_tokens"], np.cumsum(arrays["rollout_lengths"])[:-1]))
         for prompt, count in zip(prompts, arrays["rollout_counts"].tolist(), strict=False):  # of none: one empty part
@@ -146,12 +143,3 @@ class RolloutCache:
                     if not rollouts:
                         del self._rollouts[prompt]
                         self.num_bytes -= PROMPT_BYTES + TOKEN_BYTES * len(prompt)
-
-
-def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The five arrays of a file; a checkpoint's manifest has vouched for its bytes."""
-    with safe_open(path, framework="numpy") as file:
-        format_name = (file.metadata() or {}).get("format")
-        if format_name != FORMAT:
-            raise ValueError(f"{path}: expected a file of the format {FORMAT!r}, found {format_name!r}")
-        return {name: file.get_tensor(name) for name in ARRAYS}

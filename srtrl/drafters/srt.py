@@ -314,7 +314,7 @@ class Drafter(DrafterBase):
             cache.save(folder / f"rollouts_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Read the completed rollouts, and what was learned; raises ValueError naming a file of another format."""
+        """Read the completed rollouts, and what was learned."""
         self.learn_deferred()
         assert not self._live, "no sample may be live"
         self.store.clear()

@@ -98,10 +98,7 @@ def save_trust(path: Path, trust: dict[str, Trust]) -> None:
 
 
 def load_trust(path: Path) -> dict[str, Trust]:
-    """Read a file of `save_trust`, of this version or ValueError; without a file nothing is learned."""
+    """Read a file of `save_trust`; without a file nothing is learned."""
     if not path.exists():  # of another drafter
         return {}
-    trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
-    if any(rows.shape != (NUM_CELLS, 4) for rows in trust.values()):
-        raise ValueError(f"{path}: of an earlier version: expected {NUM_CELLS} rows of 4 numbers for each purpose")
-    return trust
+    return {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}

@@ -102,9 +102,9 @@ class Engine:
         return self.scheduler.num_free_slots
 
     @property
-    def is_off(self) -> bool:
-        """Whether nothing is ever drafted."""
-        return not self.drafter.drafts or self.control.fixed == 0
+    def drafts(self) -> bool:
+        """Whether the drafter is used at all."""
+        return self.drafter.drafts and self.control.fixed != 0
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
@@ -294,7 +294,7 @@ class Engine:
         shared = ranks.gather((stats, self.drafter.take_metrics()), "the engine's metrics")
         total = add_stats([stats for stats, _ in shared])
         metrics = total.metrics(ranks.count())
-        if self.is_off:
+        if not self.drafts:
             return metrics
         metrics["engine/cache_hit_rate"] = total.num_known_draws / max(total.num_draws, 1)
         rows = [row for _, row in shared]
@@ -313,12 +313,7 @@ class Engine:
             self._give_up(list(step.ended))
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
-            requests = [
-                replace(sample.request, prefix=self._completion(sample).response)
-                if sample.extensions
-                else sample.request
-                for sample in step.started
-            ]
+            requests = [self._continued(sample) for sample in step.started]
             self.drafter.start(slots, requests)
             resumed = [
                 self.batch.generated(slot)[request.text_start :] for slot, request in zip(slots, requests, strict=True)
@@ -336,7 +331,7 @@ class Engine:
             The trees to verify, one for each of the step's slots, and whether the drafter proposed.
         """
         num, batch = step.num_primaries, self.batch
-        max_nodes = 0 if self.is_off else self.control.max_nodes(num, self.options.max_draft_nodes)
+        max_nodes = self.control.max_nodes(num, self.options.max_draft_nodes) if self.drafts else 0
         if max_nodes == 0:
             return DraftTrees.empty(len(step.slots)), False
         slots = step.slots[:num]
@@ -457,7 +452,7 @@ class Engine:
         """Count a step, and learn what it cost."""
         cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
         self.stats.add_step(step, trees, verified, clock, drafted=drafted)
-        if self.is_off or not was_prepared or 2 * num_prefill > num_rows:
+        if not self.drafts or not was_prepared or 2 * num_prefill > num_rows:
             return  # the rows of prompts are not like others: where they are many, the control learns nothing
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
         seconds = clock.total
@@ -487,10 +482,10 @@ class Engine:
         self._is_warm = True
         self.runner.warm_up(compiles=self._compile_kernels is not None)
         if self._compile_kernels is not None:
-            self._compile_kernels(not self.is_off)
+            self._compile_kernels(self.drafts)
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
         budgets_drafts = self.control.fixed is None
-        if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.run_ahead.needs_cost):
+        if self.control.cost.is_known or not self.drafts or not (budgets_drafts or self.run_ahead.needs_cost):
             return
         self.control.cost.probe(
             lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),

@@ -168,7 +168,7 @@ class Runner(ABC):
         of it. No page may be in use: they are overwritten.
         """
         while True:
-            inputs = timed_step(self, num_rows, context_tokens, num_sequences)
+            inputs = timing_inputs(self, num_rows, context_tokens, num_sequences)
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
             started = time.perf_counter()
@@ -186,7 +186,7 @@ def page_bytes_of(model: Transformer, page_size: int) -> int:
     return 2 * num_numbers * dtype.itemsize
 
 
-def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int) -> StepInputs:
+def timing_inputs(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int) -> StepInputs:
     """Inputs of a step that is only timed: chains of draft nodes after `context_tokens` zeros each, on any pages."""
     num_nodes = np.diff(np.arange(num_sequences + 1) * num_rows // num_sequences) - 1
     parents = ranges(np.full(num_sequences, ROOT), num_nodes).astype(np.int32)

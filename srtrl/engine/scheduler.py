@@ -19,7 +19,7 @@ import numpy as np
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample, ScheduledStep
 from srtrl.engine.no_run_ahead import NoRunAhead, Room
 from srtrl.engine.step_inputs import Int32Array, Int64Array
-from srtrl.types import Request
+from srtrl.types import BEFORE_ALL, Request
 
 MAX_PAUSED_PER_RUNNING = 3
 """Samples without a slot that keep their pages from waiting ones, for each running sample."""
@@ -163,7 +163,7 @@ class Scheduler:
         sample.extensions.append((start, start + len(token_ids)))
         sample.token_ids = np.concatenate([sample.token_ids, token_ids])
         sample.logprobs = np.concatenate([sample.logprobs, np.zeros(len(token_ids), np.float32)])
-        self._queue(sample, (-1, sample.admission, 0))
+        self._queue(sample, (BEFORE_ALL, sample.admission, 0))
 
     def end(self, rng_key: int) -> None:
         """A paused sample is finished."""
@@ -323,7 +323,7 @@ class Scheduler:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""
         step.end(sample)
         self._leave_slot(sample)
-        self._queue(sample, (-1, sample.admission, 0))
+        self._queue(sample, (BEFORE_ALL, sample.admission, 0))
         self.num_preemptions += 1
 
     def _leave_slot(self, sample: Sample) -> None:

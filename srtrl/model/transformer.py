@@ -203,7 +203,7 @@ class Linear(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        """Leave them as they are."""
+        """Leave the weights uninitialised."""
 
 
 class Layer(nn.Module):
@@ -215,7 +215,7 @@ class Layer(nn.Module):
         super().__init__()
         self.window = window
         self.gated: Callable[[Tensor, Style], Tensor] = gated
-        """The MLP's activation; a device may have its own."""
+        """The MLP's activation; `srtrl/cuda/update.py` replaces it by a kernel."""
         self.rotate: Callable[[Tensor, Tensor, Tensor, int, Style], Tensor] = rotate
         """The rotary embedding, likewise."""
         self.num_heads = config.num_attention_heads

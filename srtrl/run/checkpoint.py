@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
 
 FORMAT = 6
-"""Version of the layout; a resume refuses another one."""
+"""Version of the layout, of the drafter's files too; a resume refuses another one."""
 OPTIMIZER = "optimizer"
 """Moments, and masters or adapters that learn (of a bfloat16 model, and of LoRA): the other files are for decoding."""
 ONLY_TRAINING = (OPTIMIZER, "critic", "draft_head")
