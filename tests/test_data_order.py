@@ -107,6 +107,12 @@ def test_the_statistics_are_those_of_the_groups() -> None:
     assert known.num_wrong.tolist() == [0, 2, 1, 0, 1]
     assert known.right_shares.tolist() == pytest.approx([1 / 3]), "of the one step that began after the first epoch"
     assert known.wrong_shares.tolist() == pytest.approx([2 / 3])
+    order.prompt_of(11)
+    order.observe([make_group(draw, mixed) for draw in (10, 11)], 12)
+    assert known.num_visits.tolist() == [3, 3, 2, 2, 1]
+    assert known.num_right.tolist() == [0, 0, 0, 1, 0]
+    assert known.num_wrong.tolist() == [0, 0, 1, 0, 1]
+    assert known.wrong_shares.tolist() == pytest.approx([2 / 3, 0])
 
 
 SKIPPING: dict[str, Any] = {
