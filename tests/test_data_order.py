@@ -87,7 +87,8 @@ def test_what_is_known_decides_when_a_draw_opens(monkeypatch: pytest.MonkeyPatch
 def test_the_statistics_are_those_of_the_groups() -> None:
     """The last visit of each prompt, in two epochs: [draw]: outcomes, and rewards where they are not 0 and 1."""
     order = StatisticsOrder("as_is", 5, 0)
-    right, wrong, mixed = ["correct"] * 2, ["wrong"] * 2, ["correct", "wrong"]
+    right, wrong = ["correct"] * 2, ["wrong"] * 2
+    mixed: list[Any] = ["correct", "wrong"]
     steps: list[list[tuple[Any, ...]]] = [
         [(right,), (wrong,), (mixed,)],
         [(right, (1.0, 0.5)), (["timeout", "error"],), (right,), (wrong, (0.2, 0.2))],
