@@ -151,7 +151,7 @@ def train(
     check_recipe(loaded, source)
     from srtrl.build import run_training
     from srtrl.metrics import read_metrics
-    from srtrl.run.metrics import run_figures
+    from srtrl.run.step_metrics import run_figures
 
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():

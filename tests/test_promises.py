@@ -29,11 +29,12 @@ from tiny_run import DAPO, EASY, HEAD, LUCKY, PAGE_GIB, PPO, assert_same_run, le
 
 from srtrl import build, ranks
 from srtrl.environments.base import EnvironmentBase, Step, Turn
-from srtrl.metrics import is_temporary, read_metrics
+from srtrl.files import is_temporary
+from srtrl.metrics import read_metrics
 from srtrl.ranks import RankError
 from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import open_run_folder
-from srtrl.run.metrics import describe_step, run_figures
+from srtrl.run.step_metrics import describe_step, run_figures
 from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.sampling import RolloutContext

@@ -22,7 +22,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report.page import write_report
-from srtrl.run.metrics import run_figures
+from srtrl.run.step_metrics import run_figures
 from srtrl.statistics import mean_interval
 from srtrl.tasks import math, prompts
 from srtrl.tasks.base import load_task

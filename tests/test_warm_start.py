@@ -19,7 +19,7 @@ from rank_cases import FORKED, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from srtrl import build, ranks
+from srtrl import build_models, ranks
 from srtrl.environments.base import Messages, ToolCall
 from srtrl.environments.calculator import Environment
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
@@ -29,8 +29,8 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.weights import load_model
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
+from srtrl.rollout.one_turn import OneTurn
 from srtrl.rollout.packing import pack
-from srtrl.rollout.turns import Turns
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import TaskBase, load_task
@@ -166,7 +166,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
     sequences, logprobs = [], []
     for prompt in task.train_prompts[:5]:
         solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
-        sequences.append(solution_sequence(task, Turns(tokenizer), prompt))
+        sequences.append(solution_sequence(task, OneTurn(tokenizer), prompt))
         assert sequences[-1].token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
         token_ids = torch.from_numpy(sequences[-1].token_ids)
         rows = peer(token_ids[None]).logits[0].log_softmax(-1)  # [L, V]
@@ -178,7 +178,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 
     assert len(list(pack(sequences, 100, "cpu"))) > 1  # several micro-batches
     model = load_model(str(policy), dtype=torch.float64, device="cpu")
-    optimizer = build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
+    optimizer = build_models.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     context = UpdateContext(recipe=recipe, step=1)
     assert recipe.warm_start is not None
     updates = update_plan(recipe.warm_start)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
-from srtrl.metrics import write_atomic
+from srtrl.files import write_atomic
 from srtrl.resolve import Caught, describe_error, describe_value, resolve_part
 from srtrl.tasks.order import Order
 from srtrl.types import RolloutGroup

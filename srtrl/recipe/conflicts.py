@@ -33,7 +33,7 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
 )
 """Options that cannot both differ from their default, and the message; the line of the first one is shown."""
 
-GROUP_ADVANTAGES = frozenset({"group_relative", "group_centered", "leave_one_out"})
+GROUP_ADVANTAGES = frozenset({"group_relative", "group_centered", "leave_one_out", "max_rl"})
 """Advantages that compare the samples of a group."""
 OTHER_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
 """Those that do not."""

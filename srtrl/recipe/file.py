@@ -188,7 +188,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
             reason = f"it is the folder of a run; --resume continues it, and its recipe is {runs[0] / 'recipe.yaml'}"
         elif isinstance(error, FileNotFoundError):
             here = [*Path().glob("*.yaml"), *(file.parent for file in Path().glob("runs/*/recipe.yaml"))]
-            reason += suggestion(path.stem, bundled) or suggestion(path.name, [one.name for one in here])
+            reason += suggestion(path.stem, bundled) or suggestion(path.name, [recipe.name for recipe in here])
             reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"
         raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from None
     data, lines = read_yaml(text, str(path), is_file=True)

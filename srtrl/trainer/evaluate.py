@@ -11,7 +11,7 @@ from statistics import fmean, median
 from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import FixedDraws, OnProgress, collect_rollouts
-from srtrl.run.metrics import turn_metrics
+from srtrl.run.step_metrics import turn_metrics
 from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import NO_HELD_OUT, TaskBase
 from srtrl.trainer.sampling import RolloutContext, train_sampling

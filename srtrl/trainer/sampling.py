@@ -15,9 +15,9 @@ from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.rollout.share import Share
-from srtrl.rollout.turns import Turns
-from srtrl.run.metrics import rollout_metrics
+from srtrl.rollout.one_rank import OneRank
+from srtrl.rollout.one_turn import OneTurn
+from srtrl.run.step_metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.types import Prompt, Purpose, SamplingParams, StepRollouts
@@ -43,16 +43,16 @@ class RolloutContext:
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     """Tokens that end a response."""
-    turns: Turns
+    turns: OneTurn
     """What follows where a turn of a sample ends."""
-    share: Share = field(default_factory=Share)
+    ranks: OneRank = field(default_factory=OneRank)
 
     def collector(
         self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
     ) -> Collector:
         """The collector of one rollout; see `Collector`.
 
-        On a CPU the decoder's background leaves waits to graders and environments that compute on the same one.
+        On a CPU no run-ahead is decoded during waits for graders and environments that compute on the same CPU.
         """
         is_shared = self.grader.computes_here or self.turns.computes_here
         return Collector(
@@ -65,8 +65,8 @@ class RolloutContext:
             policy_version=self.engine.policy_version,
             on_progress=on_progress,
             timer=timer,
-            share=self.share,
-            runs_background=not is_shared or self.engine.runner.model.device.type != "cpu",
+            ranks=self.ranks,
+            runs_ahead=not is_shared or self.engine.runner.model.device.type != "cpu",
         )
 
     def count_unknown(self, rollouts: StepRollouts) -> int:
@@ -76,7 +76,7 @@ class RolloutContext:
 
     def take_engine_metrics(self) -> dict[str, float]:
         """Metrics `engine/...` of all ranks since the last call; called on all of them."""
-        return self.engine.take_metrics() | self.share.take_metrics()
+        return self.engine.take_metrics() | self.ranks.take_metrics()
 
     def started(self, prompt: Prompt) -> Prompt:
         """A prompt with the messages that the environment, if there is one, begins with."""
@@ -167,13 +167,13 @@ class Sampler:
         return self.context.started(self.task.train_prompts[self.order.prompt_of(draw)])
 
     def announce(self, step: int, opened: range, collector: Collector) -> None:
-        """Draws are opened: the decoder's background may want those that this step or the next may open after them."""
+        """Draws are opened: those may be run ahead that this step or the next may open after them."""
         engine, recipe = self.context.engine, self.context.recipe
         end = opened.stop + recipe.rollout.num_prompts
         if step == recipe.train.num_steps:  # no step comes after it
             end = min(end, self.num_draws + self.max_draws)
-        if chosen := engine.background.choose(range(opened.stop, end)):
-            engine.add_background(collector.requests(self.draws(chosen)))
+        if chosen := engine.run_ahead.choose(range(opened.stop, end)):
+            engine.add_run_aheads(collector.requests(self.draws(chosen)))
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:

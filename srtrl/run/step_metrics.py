@@ -317,7 +317,7 @@ def draft_figures(steps: Sequence[MetricRow]) -> dict[str, str]:
 
 
 def headline(figures: Mapping[str, str]) -> dict[str, str]:
-    """Of `run_figures` those to see first: what drafts save, the last evaluation or the training reward, the time."""
+    """The first of `run_figures` to see: what drafts save, the last evaluation or the training reward, the time."""
     held_out = [name for name in figures if name.startswith(("held-out accuracy", "held-out reward"))]
     names = ("tokens per decode step", *(held_out[-1:] or [TRAINING_REWARD]), TIME)
     return {name: figures[name] for name in names if name in figures}
