@@ -87,7 +87,8 @@ def test_what_is_known_decides_when_a_draw_opens(monkeypatch: pytest.MonkeyPatch
 def test_the_statistics_are_those_of_the_groups() -> None:
     """The last visit of each prompt, in two epochs: [draw]: outcomes, and rewards where they are not 0 and 1."""
     order = StatisticsOrder("as_is", 5, 0)
-    right, wrong, mixed = ["correct"] * 2, ["wrong"] * 2, ["correct", "wrong"]
+    right, wrong = ["correct"] * 2, ["wrong"] * 2
+    mixed: list[Any] = ["correct", "wrong"]
     steps: list[list[tuple[Any, ...]]] = [
         [(right,), (wrong,), (mixed,)],
         [(right, (1.0, 0.5)), (["timeout", "error"],), (right,), (wrong, (0.2, 0.2))],
@@ -107,6 +108,12 @@ def test_the_statistics_are_those_of_the_groups() -> None:
     assert known.num_wrong.tolist() == [0, 2, 1, 0, 1]
     assert known.right_shares.tolist() == pytest.approx([1 / 3]), "of the one step that began after the first epoch"
     assert known.wrong_shares.tolist() == pytest.approx([2 / 3])
+    order.prompt_of(11)
+    order.observe([make_group(draw, mixed) for draw in (10, 11)], 12)
+    assert known.num_visits.tolist() == [3, 3, 2, 2, 1]
+    assert known.num_right.tolist() == [0, 0, 0, 1, 0]
+    assert known.num_wrong.tolist() == [0, 0, 1, 0, 1]
+    assert known.wrong_shares.tolist() == pytest.approx([2 / 3, 0])
 
 
 SKIPPING: dict[str, Any] = {

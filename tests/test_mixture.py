@@ -12,8 +12,14 @@ from tiny_run import EASY, LUCKY, assert_same_run, make_policy, make_recipe, tra
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.tasks.mixture import MixedOrder
+from srtrl.tasks.order import DataOrder
 
 SIZES = (10, 7, 3)
+
+
+def mixed_order(weights: tuple[float, ...], *, is_shuffled: bool = True) -> MixedOrder:
+    orders = [DataOrder(size, 5, index, is_shuffled=is_shuffled) for index, size in enumerate(SIZES[: len(weights)])]
+    return MixedOrder(orders, weights, "abc"[: len(weights)])
 
 
 @pytest.mark.parametrize(
@@ -24,7 +30,7 @@ def test_every_window_has_its_exact_quotas_and_every_epoch_all_prompts(
     weights: tuple[float, ...], shares: tuple[int, ...]
 ) -> None:
     sizes, cycle = SIZES[: len(weights)], sum(shares)
-    order = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5)
+    order = mixed_order(weights)
     tasks = [order.place_of(draw)[0] for draw in range(400)]
     for start in range(400 - cycle):
         assert tuple(tasks[start : start + cycle].count(task) for task in range(len(weights))) == shares
@@ -36,15 +42,15 @@ def test_every_window_has_its_exact_quotas_and_every_epoch_all_prompts(
         epochs = [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
         assert all(sorted(epoch) == list(range(start, start + size)) for epoch in epochs)
         assert len(set(map(tuple, epochs))) > 1 or len(epochs) < 2
-    as_is = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5, is_shuffled=False)
+    as_is = mixed_order(weights, is_shuffled=False)
     first = [as_is.prompt_of(draw) for draw, task in enumerate(tasks[:20]) if task == 0]
     assert first == [number % sizes[0] for number in range(len(first))]
-    later = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5)  # that of a run which resumes
+    later = mixed_order(weights)  # that of a run which resumes
     assert [later.prompt_of(draw) for draw in reversed(range(400))] == drawn[::-1]
 
 
 def test_weights_that_fit_no_short_cycle_are_met_as_near_as_one_draw() -> None:
-    order = MixedOrder(SIZES, (1, 0.1, 3.14159), "abc", seed=0)
+    order = mixed_order((1, 0.1, 3.14159))
     tasks = [order.place_of(draw)[0] for draw in range(5000)]
     for task, weight in enumerate((1, 0.1, 3.14159)):
         for num in range(1, 5000, 7):
@@ -104,7 +110,7 @@ def test_a_resumed_run_is_the_same_and_each_sample_has_its_tasks_rewards(tmp_pat
         for label, mean in (("easy", row["reward/mean/easy"]), ("LuckyTask", row["reward/mean/LuckyTask"])):
             own = [sample for sample in samples if sample["prompt_id"].startswith(f"{label}/")]
             assert mean == pytest.approx(sum(sample["reward"] for sample in own) / len(own))
-            assert row[f"data/draws/{label}"] == len(own) / 4
+            assert row[f"groups/kept/{label}"] == len(own) / 4
             for sample in own:
                 value = 1.0 if sample["outcome"] == "correct" else -1.0
                 is_lucky = label == "LuckyTask"

@@ -329,8 +329,11 @@ def test_several_ranks_learn_what_one_process_learns(
 
 @FORKED
 @pytest.mark.slow
-def test_killed_at_random_times_again_and_again(policy: Path, finished: Callable[..., Path], tmp_path: Path) -> None:
-    recipe = make_recipe(policy, tmp_path)
+@pytest.mark.parametrize("name", ["grpo", "mixture", "skip_silent"])
+def test_killed_at_random_times_again_and_again(
+    name: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = make_recipe(policy, tmp_path, **RECIPES[name])
     generator = random.Random(time.time_ns())
     for _ in range(12):
         process = start(recipe, resume=True)
@@ -338,7 +341,7 @@ def test_killed_at_random_times_again_and_again(policy: Path, finished: Callable
         process.kill()
         process.join(60)
     assert finish([start(recipe, resume=True)]) == [0]
-    assert_same_run(tmp_path / "run", finished())
+    assert_same_run(tmp_path / "run", finished(**RECIPES[name]))
 
 
 class Oracle(EnvironmentBase):

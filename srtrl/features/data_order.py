@@ -6,7 +6,6 @@ is left, the next epoch begins. Draws that are not opened yet (run-aheads decode
 known now, which may change until they are opened: then a run-ahead was for nothing, or is a draft of a later draw.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -188,11 +187,11 @@ class StatisticsOrder(Order):
             raise ValueError(f"{where} raised {describe_error(caught.error)}") from caught.error
         if not prompts:
             raise ValueError(f"{where} returned no prompt for epoch {epoch}")
+        known = set[int]()
         for prompt in prompts:
-            if type(prompt) is not int or not 0 <= prompt < self.num_prompts:
-                expected = f"expected whole numbers from 0 to {self.num_prompts - 1}"
-                raise ValueError(f"{where} returned {describe_value(prompt)} for epoch {epoch}: {expected}")
-        twice = [prompt for prompt, count in Counter(prompts).items() if count > 1]
-        if twice:
-            raise ValueError(f"{where} returned prompt {twice[0]} twice for epoch {epoch}")
+            if type(prompt) is not int or not 0 <= prompt < self.num_prompts or prompt in known:
+                expected = f"expected each prompt once, as a whole number from 0 to {self.num_prompts - 1}"
+                twice = " again" if type(prompt) is int and prompt in known else ""
+                raise ValueError(f"{where} returned {describe_value(prompt)}{twice} for epoch {epoch}: {expected}")
+            known.add(prompt)
         return prompts

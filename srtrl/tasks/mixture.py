@@ -23,12 +23,10 @@ from srtrl.tasks.base import TaskBase, load_section, needs_network, resolve_task
 from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.order import DataOrder, Order
 from srtrl.tasks.reward_terms import resolve_rewards
-from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
+from srtrl.types import Grade, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NO_VERIFIER = "task.name: {} has no verifier, which each of several tasks needs: train on it in a run of its own"
 
 
 class MixtureOptions(Section):
@@ -56,29 +54,17 @@ class MixedOrder(Order):
     is a permutation of its own, laid end to end. The number of draws is saved by checkpoints; all else follows from it.
 
     Args:
-        sizes: Number of prompts of each task; its prompts follow those of the tasks before it.
+        orders: Of each task; its prompts follow those of the tasks before it.
         weights: Of each task, taken as written in decimals.
         labels: The last part of each task's metric.
-        seed: The recipe's.
-        is_shuffled: Else the prompts of each task are in its own order.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        weights: Sequence[float],
-        labels: Sequence[str],
-        seed: int,
-        *,
-        is_shuffled: bool = True,
-    ) -> None:
-        self.num_prompts = sum(sizes)
-        self._labels = labels
-        self._starts = [0, *accumulate(sizes)]
-        self._orders = [DataOrder(size, seed, task, is_shuffled=is_shuffled) for task, size in enumerate(sizes)]
+    def __init__(self, orders: Sequence[Order], weights: Sequence[float], labels: Sequence[str]) -> None:
+        self._orders, self._labels = orders, labels
+        *self._starts, self.num_prompts = accumulate((order.num_prompts for order in orders), initial=0)
         self._weights = [Fraction(str(weight)) for weight in weights]
         self._places: list[tuple[int, int]] = []  # [draw]: its task, and how many draws of this task are before it
-        self._counts = [0] * len(sizes)
+        self._counts = [0] * len(orders)
 
     def place_of(self, draw: int) -> tuple[int, int]:
         """Index of the task of draw `draw` of the run (0-based), and the number of earlier draws of this task."""
@@ -159,16 +145,21 @@ class MixedGrader(Grader):
     def task_metrics(self, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup] | None) -> dict[str, float]:
         """The metrics of each task that has groups: of a training step, or without `kept` of an evaluation."""
         metrics: dict[str, float] = {}
-        for label in self._graders:
-            own = [group for group in groups if label_of(group.prompt) == label]
-            rollouts = list(chain.from_iterable(group.rollouts for group in own))
-            if rollouts and kept is not None:
+        for label in {label_of(group.prompt): None for group in groups}:
+            grades = [it.grade for group in groups if label_of(group.prompt) == label for it in group.rollouts]
+            accuracy = fmean(grade.outcome == "correct" for grade in grades)
+            reward = fmean([grade.reward for grade in grades if grade.is_graded] or [0.0])
+            if kept is None:
+                metrics |= {f"eval/accuracy/{label}": accuracy, f"eval/reward/{label}": reward}
+            else:
                 num_kept = sum(label_of(group.prompt) == label for group in kept)
-                metrics |= {f"groups/kept/{label}": num_kept, f"data/draws/{label}": len(own)}
-                metrics |= {f"accuracy/{label}": accuracy(rollouts), f"reward/mean/{label}": mean_reward(rollouts)}
-            elif rollouts:
-                metrics |= {f"eval/accuracy/{label}": accuracy(rollouts), f"eval/reward/{label}": mean_reward(rollouts)}
+                metrics |= {f"accuracy/{label}": accuracy, f"reward/mean/{label}": reward}
+                metrics[f"groups/kept/{label}"] = num_kept
         return metrics
+
+
+def _judged_by_its_task(text: str, answer: str, /) -> bool:
+    raise AssertionError("a sample of a mixture is judged by its own task")
 
 
 class Task(TaskBase):
@@ -176,6 +167,8 @@ class Task(TaskBase):
 
     Options = MixtureOptions
     grader_class = MixedGrader
+    verifier = staticmethod(_judged_by_its_task)
+    """Never called: `MixedGrader` calls the verifier of each sample's task."""
 
     def __init__(
         self, options: MixtureOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
@@ -187,7 +180,7 @@ class Task(TaskBase):
             with _errors_of(index):
                 part = load_section(section, tokenizer, max_prompt_tokens=max_prompt_tokens)
                 if part.verifier is None:
-                    raise ValueError(NO_VERIFIER.format(section.name))
+                    raise ValueError(f"task.name: {section.name} has no verifier, which each of several tasks needs")
                 if not part.train_prompts:
                     raise ValueError("task.options: no training prompts; each of several tasks needs some")
                 self.parts.append(part)
@@ -197,22 +190,14 @@ class Task(TaskBase):
         held_out = [_labelled(label, part.eval_prompts) for label, part in zip(self.labels, self.parts, strict=True)]
         # In turns, so that the first `eval.num_problems` are of all tasks.
         self.eval_prompts = [prompt for some in zip_longest(*held_out) for prompt in some if prompt is not None]
-        self._part_of = dict(zip(self.labels, self.parts, strict=True))
-        report: Counter[str] = Counter()
-        for part in self.parts:
-            report.update(part.load_report)
-        self.load_report = dict(report)
-
-    @property
-    def verifier(self) -> Any:
-        """Never called: `MixedGrader` calls the verifier of each sample's task."""
-        return _judged_by_its_task
+        names = dict.fromkeys(chain(*(part.load_report for part in self.parts)))
+        self.load_report = {name: sum(part.load_report.get(name, 0) for part in self.parts) for name in names}
 
     def order(self, seed: int, *, is_shuffled: bool = True) -> MixedOrder:
         """Draws in the proportions of the tasks' weights."""
         sizes = [len(part.train_prompts) for part in self.parts]
-        weights = [section.weight for section in self.sections]
-        return MixedOrder(sizes, weights, self.labels, seed, is_shuffled=is_shuffled)
+        orders = [DataOrder(size, seed, index, is_shuffled=is_shuffled) for index, size in enumerate(sizes)]
+        return MixedOrder(orders, [section.weight for section in self.sections], self.labels)
 
     @classmethod
     def check_options(cls, options: MixtureOptions) -> None:
@@ -220,8 +205,6 @@ class Task(TaskBase):
         for index, section in enumerate(options.tasks):
             with _errors_of(index):
                 task_class, own = resolve_task(section)
-                if task_class.verifier is None:
-                    raise ValueError(NO_VERIFIER.format(section.name))
                 task_class.check_options(own)
                 resolve_rewards(section.rewards or ())
 
@@ -234,10 +217,6 @@ class Task(TaskBase):
     def typed_prompt(cls, options: MixtureOptions, text: Any) -> Any:
         """Refused: there is no telling whose prompt it is."""
         raise ValueError("a mixture of tasks does not say whose prompt it is: give --raw")
-
-    def solution(self, prompt: Prompt) -> str:
-        """That of the prompt's own task."""
-        return self._part_of[label_of(prompt)].solution(prompt)
 
 
 def label_of(prompt: Prompt) -> str:
@@ -258,19 +237,5 @@ def _errors_of(index: int) -> Iterator[None]:
         raise ValueError(what if what.startswith("task.") else f"task.{index}: {what}") from error
 
 
-def accuracy(rollouts: Sequence[Rollout]) -> float:
-    """Share of samples that were graded correct."""
-    return fmean(rollout.grade.outcome == "correct" for rollout in rollouts)
-
-
-def mean_reward(rollouts: Sequence[Rollout]) -> float:
-    """Mean reward of the samples that could be graded, 0 where there is none."""
-    return fmean([rollout.grade.reward for rollout in rollouts if rollout.grade.is_graded] or [0.0])
-
-
 def _labelled(label: str, prompts: Iterable[Prompt]) -> list[Prompt]:
     return [replace(prompt, prompt_id=f"{label}/{prompt.prompt_id}") for prompt in prompts]
-
-
-def _judged_by_its_task(text: str, answer: str, /) -> bool:
-    raise AssertionError("a sample of a mixture is judged by its own task")
