@@ -199,6 +199,7 @@ def place(policy: Path, finished: Callable[..., Path], tmp_path_factory: pytest.
     change_json(folder / "words" / "tokenizer.json", model=words)
     change_json(folder / "length" / "tokenizer_config.json", model_max_length="x")
     for name, template in TEMPLATES.items():
+        (folder / name / "chat_template.jinja").unlink(missing_ok=True)
         change_json(folder / name / "tokenizer_config.json", chat_template=template)
     change_json(folder / "end" / "config.json", eos_token_id=10**12)
     for name, (base, module, values) in ADAPTERS.items():

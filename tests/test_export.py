@@ -31,7 +31,8 @@ def test_an_export_is_a_model_with_tokenizer_and_card(
 ) -> None:
     folder = tmp_path / "new" / "policy"
     assert bench_cases.run("export", run, folder, *arguments).exit_code == 0
-    kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    kept = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"}
+    kept |= {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == kept | {"README.md"}
     checkpoint = run / "checkpoints" / f"step_{step:06d}"
     for name in kept:

@@ -25,6 +25,7 @@ from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import read_run
 from srtrl.run.step_metrics import step_problems
 from srtrl.tasks.base import typed_prompts
+from srtrl.tasks.rendering import apply_chat_template
 
 SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")
 
@@ -116,6 +117,12 @@ def test_what_is_typed_goes_through_the_templates_of_a_task_of_rows() -> None:
         assert typed_prompts(task, [typed]) == [expected]
     with pytest.raises(ValueError, match="prompts of the task arithmetic are texts, not messages"):
         typed_prompts(TaskSection(name="arithmetic", options={"num_train": 9, "num_eval": 1}), [CHAT])
+
+
+def test_the_bundled_policy_reads_messages_as_lines() -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Compute 1+2."}]
+    (text,) = apply_chat_template(load_tokenizer("bundled:tiny"), [messages], {})
+    assert text == "Be short.\nCompute 1+2.\n"
 
 
 def test_messages_go_through_the_chat_template(policy: Path, tmp_path: Path) -> None:

@@ -78,10 +78,17 @@ def test_norm_of_the_sum_rounds_as_the_eager_model(is_whole: bool, width: int, d
 @DTYPES
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "qk_norm"),
-    [(6, 3, 10, True), (6, 3, 10, False), (1, 1, 2, True), (4, 2, 64, False)],
+    [
+        (6, 3, 10, "head"),
+        (6, 3, 10, "rotated"),
+        (6, 3, 10, ""),
+        (1, 1, 2, "head"),
+        (4, 2, 64, "rotated"),
+        (4, 2, 64, ""),
+    ],
 )
 def test_rotation_and_store_round_as_the_eager_model(
-    num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: str, dtype: torch.dtype
 ) -> None:
     make = whole_numbers if qk_norm else normal
     qkv = make(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -93,16 +100,22 @@ def test_rotation_and_store_round_as_the_eager_model(
     keys, values = (normal(3, 4, num_kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
 
     q, k, v = qkv.view(4, -1, head_dim).split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if weights is not None:
-        q, k = (rms_norm(part, weight, EPS) for part, weight in zip((q, k), weights, strict=True))
     cosines, sines = table[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def turned(heads: torch.Tensor, index: int) -> torch.Tensor:
+        normed = rms_norm(heads, weights[index], EPS) if weights and qk_norm == "head" else heads
+        rotated = rotate(normed, cosines, sines, head_dim)
+        return rms_norm(rotated, weights[index], EPS) if weights and qk_norm == "rotated" else rotated
+
     expected_keys, expected_values = keys.clone(), values.clone()
-    expected_keys.flatten(0, 1)[indices[:3].long()] = rotate(k, cosines, sines, head_dim)[:3]
+    expected_keys.flatten(0, 1)[indices[:3].long()] = turned(k, 1)[:3]
     expected_values.flatten(0, 1)[indices[:3].long()] = v[:3]
 
-    found = rope_and_store(qkv, table, positions, indices, keys, values, weights, EPS, head_dim)
-    assert_same(found, rotate(q, cosines, sines, head_dim))
-    assert_same(keys, expected_keys)
+    style = LLAMA._replace(qk_norm="rotated") if qk_norm == "rotated" else LLAMA
+    found = rope_and_store(qkv, table, positions, indices, keys, values, weights, EPS, head_dim, style)
+    is_exact = qk_norm != "rotated"  # sums of squares of numbers that are not whole
+    assert_same(found, turned(q, 0), is_exact)
+    assert_same(keys, expected_keys, is_exact)
     assert torch.equal(values, expected_values)
 
 

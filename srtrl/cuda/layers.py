@@ -282,7 +282,7 @@ def rope_and_store(
         kv_indices: [N] int32; a row of -1 stores nothing.
         keys: One layer of a token-major cache, [num_pages, page_size, K, E], written.
         values: Likewise.
-        qk_norm: Weights [E] of the norms of query and key heads before the rotation (Qwen3).
+        qk_norm: Weights [E] of the norms of query and key heads, before the rotation or after it (`Style.qk_norm`).
         eps: Of these norms.
         rotary_dim: Numbers of a head that are rotated, the first ones.
         style: Which of them are pairs, and how the norms round.
@@ -307,7 +307,7 @@ def rope_and_store(
         HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(head_dim),
         HEADS_AT_ONCE=at_once,
-        QK_NORM=qk_norm is not None,
+        QK_NORM="none" if qk_norm is None else "rotated" if style.qk_norm == "rotated" else "head",
         ROTARY=rotary_dim,
         INTERLEAVED=style.interleaved,
         WIDE=style.wide_norms,
@@ -352,7 +352,7 @@ def rope_and_store_heads(
     source = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * HEAD_DIM
     loaded = tl.load(source + lanes, mask=inside, other=0.0)
     x, partner = loaded.to(tl.float32), tl.load(source + partners, mask=inside, other=0.0).to(tl.float32)
-    if QK_NORM:
+    if QK_NORM == "head":
         factor = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
         x = normed_heads(x * factor, q_weight + lanes, k_weight + lanes, inside, is_query, dtype, WIDE, OFFSET)
         weights = q_weight + partners, k_weight + partners
@@ -361,6 +361,12 @@ def rope_and_store_heads(
     cosine = tl.load(angles, mask=lanes < HEAD_DIM, other=0.0).to(tl.float32)
     sine = tl.load(angles + HEAD_DIM, mask=lanes < HEAD_DIM, other=0.0).to(tl.float32)  # negated in the first half
     turned = rounded(x * cosine, dtype) + rounded(partner * sine, dtype)
+    if QK_NORM == "rotated":
+        turned = rounded(turned, dtype)
+        factor = tl.rsqrt(tl.sum(turned * turned, axis=1) / HEAD_DIM + eps)[:, None]
+        turned = normed_heads(
+            turned * factor, q_weight + lanes, k_weight + lanes, inside, is_query, dtype, WIDE, OFFSET
+        )
     tl.store(queries + (row * NUM_HEADS + heads) * HEAD_DIM + lanes, turned, mask=inside & is_query)
 
     index = tl.load(kv_indices + row).to(tl.int64)

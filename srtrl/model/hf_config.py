@@ -62,6 +62,8 @@ class _Family(NamedTuple):
     rotates: Callable[[Any], list[Any]] = lambda config: [True] * config.num_hidden_layers
     """Whether each layer has a rotary embedding."""
     can_rotate_partly: bool = False
+    has_alpha: bool = False
+    """Whether a rotary embedding with `alpha` has a larger base, whatever its type."""
     plain: Mapping[str, tuple[Any, ...]] = _PLAIN
 
 
@@ -124,6 +126,12 @@ _FAMILIES: dict[str, _Family] = {
         plain=_PLAIN | {"attention_dropout": (0, 0.1)},  # as published; a policy is trained as it is sampled, without
     ),
     "internlm3": _Family(),
+    "hunyuan_v1_dense": _Family(
+        lambda config: Style(qk_norm="rotated"),
+        lambda config: {"mlp_bias": False},
+        has_alpha=True,
+        plain=_PLAIN | {"use_qk_norm": (True, None), "use_cla": (False, None)},
+    ),
     "gemma3_text": _Family(
         _gemma_style,
         plain=dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,))
@@ -222,9 +230,11 @@ def _rope(config: Any, layer_type: str, head_dim: int) -> RopeConfig:
 
     is_by_type = layer_type in config.rope_parameters
     fields = config.rope_parameters[layer_type] if is_by_type else config.rope_parameters
-    if fields["rope_type"] == "default":
+    alpha = fields.get("alpha")
+    if fields["rope_type"] == "default" or alpha:
         rotary_dim = int(head_dim * fields.get("partial_rotary_factor", 1.0))
-        return RopeConfig(tuple(inverse_frequencies(fields["rope_theta"], rotary_dim).tolist()))
+        base = fields["rope_theta"] * (alpha ** (head_dim / (head_dim - 2)) if alpha else 1)
+        return RopeConfig(tuple(inverse_frequencies(base, rotary_dim).tolist()))
     options = {"layer_type": layer_type} if is_by_type else {}
     frequencies, factor = ROPE_INIT_FUNCTIONS[fields["rope_type"]](config, **options)
     return RopeConfig(tuple(frequencies.tolist()), float(factor))
@@ -246,6 +256,7 @@ def _check_numbers(given: Mapping[str, Any], source: str) -> None:
             _check_numbers(value, f"{source}: {name}")
         is_size = name in _SIZES
         low, high = (1, _SIZES[name]) if is_size else (1e-12, 1 if name == "rms_norm_eps" else 1e12)
+        low = 0 if name == "mscale_all_dim" else low  # as if it were not there
         is_number = type(value) is int or (type(value) is float and not is_size)
         is_read = (is_size or name in _SCALES) and (value is not None or name == "rope_theta")
         if is_read and not (is_number and low <= value <= high):
@@ -284,6 +295,7 @@ def _refuse(config: Any, family: _Family, source: str) -> None:
     layer_types, rope = _layer_types(config), config.rope_parameters
     ropes = [rope[layer_type] for layer_type in set(layer_types) if layer_type in rope] or [rope]
     unknown = {name for rope in ropes for name, value in rope.items() if value is not None} - _ROPE_FIELDS
+    unknown -= {"alpha"} if family.has_alpha else set()
     rope_is_supported = not unknown and all(
         rope["rope_type"] in _ROPE_TYPES and (family.can_rotate_partly or rope.get("partial_rotary_factor", 1.0) == 1)
         for rope in ropes

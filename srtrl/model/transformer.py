@@ -47,8 +47,8 @@ class Style(NamedTuple):
 
     norms: Literal["pre", "post", "sandwich"] = "pre"
     """RMS norms of a layer: before attention and MLP, after them and before the residual sum, or both."""
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """RMS norms of queries and keys before the rotation: of each head, or of all heads together."""
+    qk_norm: Literal["none", "head", "projection", "rotated"] = "none"
+    """RMS norms of queries and keys before the rotation, of each head or of all together; or of each head after it."""
     wide_norms: bool = False
     """The norms' weights multiply in float32, before the result is rounded."""
     norm_offset: float = 0.0
@@ -234,8 +234,7 @@ class Layer(nn.Module):
         width = config.hidden_size
         has_norms_before, has_norms_after = style.norms != "post", style.norms != "pre"
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        is_by_head = style.qk_norm == "head"
-        norm_widths = (self.head_dim, self.head_dim) if is_by_head else (q_width, kv_width)
+        norm_widths = (q_width, kv_width) if style.qk_norm == "projection" else (self.head_dim, self.head_dim)
         self.attention_norm = vector(width) if has_norms_before else None
         self.qkv_proj = linear(width, q_width + 2 * kv_width, config.qkv_bias)
         self.q_norm = vector(norm_widths[0]) if style.qk_norm != "none" else None
@@ -268,16 +267,22 @@ class Layer(nn.Module):
         num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, E]
         qk, v = heads.split_with_sizes((num_rotated, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.style.qk_norm == "head":
-                q_weight, k_weight = self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)
-                qk = rms_norm(qk, torch.cat((q_weight, k_weight)), self.eps, self.style)
-            else:
-                q, k = qk.flatten(1).split_with_sizes((len(self.q_norm), len(self.k_norm)), dim=1)
-                qk = torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm)), dim=1).view(qk.shape)
+        is_rotated = self.style.qk_norm == "rotated"
+        qk = qk if is_rotated else self._normed_heads(qk)
         qk = self.rotate(qk, cosines, sines, self.rotary_dim, self.style)
+        qk = self._normed_heads(qk) if is_rotated else qk
         q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         return q, k, v
+
+    def _normed_heads(self, qk: Tensor) -> Tensor:
+        """Queries and keys [T, H + K, E] through their norms, where the style has some."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        if self.style.qk_norm != "projection":
+            q_weight, k_weight = self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)
+            return rms_norm(qk, torch.cat((q_weight, k_weight)), self.eps, self.style)
+        q, k = qk.flatten(1).split_with_sizes((len(self.q_norm), len(self.k_norm)), dim=1)
+        return torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm)), dim=1).view(qk.shape)
 
 
 class Transformer(nn.Module):

@@ -32,6 +32,7 @@ class Layout(NamedTuple):
     """One name where queries, keys and values are one matrix."""
     gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    qk_norms: Sequence[str] = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 _POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -61,6 +62,9 @@ _LAYOUTS = {
     "gemma3_text": Layout("Gemma3ForCausalLM", _GEMMA_NORMS),
     "seed_oss": Layout("SeedOssForCausalLM"),
     "internlm3": Layout("InternLM3ForCausalLM"),
+    "hunyuan_v1_dense": Layout(
+        "HunYuanDenseV1ForCausalLM", qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")
+    ),
 }
 """By `model_type`."""
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
@@ -193,8 +197,8 @@ def named_tensors(model: Transformer) -> dict[str, Tensor]:
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
         norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
-        named_norms = dict(zip(_LAYOUTS[model.config.model_type].norms, norms, strict=True))
-        named_norms |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        layout = _LAYOUTS[model.config.model_type]
+        named_norms = dict(zip((*layout.norms, *layout.qk_norms), (*norms, layer.q_norm, layer.k_norm), strict=True))
         tensors |= {
             f"model.layers.{index}.{name}.weight": weight for name, weight in named_norms.items() if weight is not None
         }
