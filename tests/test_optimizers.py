@@ -285,7 +285,7 @@ def test_a_run_is_exported_and_started_from_its_adapter(
     exported = bench_cases.run("export", run, tmp_path / "exported", "--adapter")
     assert exported.exit_code == 0, exported.output
     files = {path.name for path in (tmp_path / "exported").iterdir()}
-    assert files == {*ADAPTER_FILES, "README.md", "tokenizer.json", "tokenizer_config.json"}
+    assert files == {*ADAPTER_FILES, "README.md", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
     again = tiny_run.make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
     policy_again = build_parts(again).policy.model
     saved = load_model(checkpoint, dtype=policy_again.dtype, device="cpu")
