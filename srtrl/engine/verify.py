@@ -174,9 +174,7 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
         assert sample is not None
         stops = sample.request.sampling.stop_strings
         text = batch.generated(slot)[sample.turn_start :]
-        min_cut = (
-            1 if finish[b] == NOT_FINITE else 0
-        )  # of NaN logits the token means nothing
+        min_cut = 1 if finish[b] == NOT_FINITE else 0  # of NaN logits the token means nothing
         for cut in range(end - begin - 1, min_cut - 1, -1):  # tokens that would be taken back
             if stop_finder.ends(stops, text[: len(text) - cut]):
                 batch.num_tokens[slot] -= cut
