@@ -103,7 +103,7 @@ class HostRunner(CudaRunner):
         """No step is launched yet."""
         super().__init__(policy, options, max_sequence_tokens)
         self._results = PinnedCopy(self._results.host.numel(), torch.device("cpu"))  # what can be copied back
-        self._known = {shape.graph_key for shape in self.planner.graph_shapes()}
+        self._known = set(self.planner.graph_shapes())
         self.launched: list[tuple[int, bool]] = []
         """Of each step its rows, with padding, and whether it is a captured one on a device."""
         self.compute = lambda step: None
@@ -113,7 +113,7 @@ class HostRunner(CudaRunner):
         inputs = super().inputs_for(size)
         assert self._step is not None
         shape = self._step.shape
-        self.launched.append((shape.step.num_rows, shape.graph_key in self._known))
+        self.launched.append((shape.step.num_rows, shape in self._known))
         return inputs
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:

@@ -1,19 +1,19 @@
-"""From a recipe to the parts of a run: the one place that says which of `features/` a recipe has."""
+"""From a recipe to the parts of a run: with `build_models.py` the place that says which of `features/` a recipe has."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
-import torch
 
 from srtrl import ranks
 from srtrl.cuda.compiler import check_triton
-from srtrl.cuda.flash import use_flash
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
@@ -25,21 +25,18 @@ from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.engine.warm_up import compile_kernels
 from srtrl.environments.turns import EnvironmentTurns
-from srtrl.features.adapters import load_policy, read_adapter
-from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
+from srtrl.features.critic import values_column
 from srtrl.features.draft_head import DraftHead
-from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
-from srtrl.features.lora import LoraAdamW
 from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import SeveralRanks
-from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
-from srtrl.ranks.sharding import shard, unshard
-from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import LoraSection, Recipe
+from srtrl.model.folders import end_token_ids, load_tokenizer
+from srtrl.ranks.sharding import unshard
+from srtrl.recipe.conflicts import find_conflicts
+from srtrl.recipe.file import Problem, RecipeError, validate_section
+from srtrl.recipe.schema import STATIC_ORDERS, Recipe
 from srtrl.rollout.one_rank import OneRank
 from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
@@ -47,14 +44,13 @@ from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
 from srtrl.run.place import StartFlags, TrainingResult
-from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
-from srtrl.tasks.grading import Grader
+from srtrl.tasks.grading import make_grader
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
-from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import Column
 from srtrl.trainer.sampling import RolloutContext, Sampler
 from srtrl.trainer.trainer import Parts, Trainer, seed_generators
@@ -64,9 +60,10 @@ if TYPE_CHECKING:
 
     from srtrl.model.transformer import Transformer
 
+from srtrl.build_models import Models, load_models
+
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_SLOTS = 64
 """`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -101,7 +98,7 @@ def run_training(
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
     with ranks.open_ranks(), Trainer(build_parts(recipe, **flags), on_step=on_step) as trainer:
         trainer.train()
-        interrupted = trainer.step < recipe.train.num_steps
+        interrupted = trainer.step < trainer.recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
@@ -115,6 +112,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     Raises:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
+    with ranks.synchronized("counting the training prompts"):
+        recipe = with_num_steps(recipe)
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
     device = choose_device(recipe)
     set_cpu_threads(recipe.num_threads, device=device.type)
@@ -137,7 +136,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         context = RolloutContext(
             recipe=recipe,
             engine=engine,
-            grader=Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
+            grader=make_grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
             tokenizer=tokenizer,
             end_ids=end_ids,
             turns=turns,
@@ -147,7 +146,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         return Parts(
             context=context,
             task=task,
-            sampler=build_sampler(context, task, credit),
+            sampler=build_sampler(context, task, credit, build_order(recipe, task)),
             credit=credit,
             columns=build_columns(recipe, models),
             learners=[policy_learner] if models.critic is None else [models.critic, policy_learner],
@@ -159,6 +158,24 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             checkpoint=checkpoint,
             changes=changes,
         )
+
+
+def with_num_steps(recipe: Recipe) -> Recipe:
+    """The recipe with `train.num_passes` turned into `train.num_steps`: the training prompts are loaded and counted.
+
+    Raises:
+        ValueError: a mistake in the data, or a value that does not go with this number.
+    """
+    if (num_passes := recipe.train.num_passes) is None:
+        return recipe
+    tokenizer = build_tokenizer(recipe)
+    task = load_task(recipe, tokenizer, tools=build_turns(recipe, tokenizer).tools)
+    num_steps = ceil(Fraction(str(num_passes)) * len(task.train_prompts) / recipe.rollout.num_prompts)
+    train = recipe.train.model_copy(update={"num_steps": num_steps, "num_passes": None})
+    counted = recipe.model_copy(update={"train": train})
+    if conflicts := [Problem(*conflict) for conflict in find_conflicts(counted)]:
+        raise RecipeError(*conflicts)
+    return counted
 
 
 def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | None]:
@@ -175,147 +192,9 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return load_tokenizer(recipe.model.tokenizer or recipe.model.path)
 
 
-class Models(NamedTuple):
-    """The models of a run, sharded where the recipe says so; those that learn have fresh optimizers."""
-
-    policy: Transformer
-    optimizer: MasterAdamW
-    """The policy's optimizer."""
-    reference: Transformer | None
-    draft_head: DraftHeadLearner | None
-    critic: Critic | None
-
-
-def load_models(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Models:
-    """Load the models that the recipe asks for, with the weights of a checkpoint if there is one.
-
-    Raises:
-        ValueError: a model does not fit the recipe or the device.
-    """
-    if recipe.repeatable and device.type == "cuda":
-        fix_workspace()
-    first: str | Path = checkpoint or recipe.model.path
-    if recipe.model.lora is not None:  # the optimizer's state makes the policy of the base model
-        first = locate(recipe.model.path)
-    policy = build_policy(recipe, str(first), device)
-    shard_model(policy, recipe)
-    return Models(
-        policy=policy,
-        optimizer=make_policy_optimizer(policy, recipe),
-        reference=build_reference(recipe, policy, device),
-        draft_head=build_draft_head(recipe, policy),
-        critic=build_critic(recipe, checkpoint, device),
-    )
-
-
-def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
-    """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
-    model = load_policy(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    set_update(model, recipe)
-    return model
-
-
-def set_update(model: Transformer, recipe: Recipe) -> None:
-    """Prepare a loaded model for updates: the recipe's gradient checkpointing, and on a CUDA device fused kernels.
-
-    Raises:
-        ValueError: as `check_triton`.
-    """
-    model.gradient_checkpointing = recipe.model.gradient_checkpointing
-    if model.device.type == "cuda":
-        check_triton()
-        from srtrl.cuda.update import fuse_update
-
-        fuse_update(model)
-
-
 def choose_ranks() -> OneRank:
     """What this process takes of each rollout: with one rank all of it."""
     return SeveralRanks() if ranks.count() > 1 else OneRank()
-
-
-def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
-    """Shard a model where `train.sharding` asks for it, before its optimizer is made; all ranks call this.
-
-    Raises:
-        ValueError: there is one process only.
-    """
-    if recipe.train.sharding == "fsdp2":
-        if ranks.count() == 1:
-            raise ValueError(
-                "train.sharding: fsdp2 shares the weights among several processes, found one: start with torchrun, "
-                "or leave train.sharding out"
-            )
-        shard(model)
-
-
-def make_optimizer(
-    model: Transformer | ValueModel,
-    recipe: Recipe,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    lora: LoraSection | None = None,
-) -> MasterAdamW:
-    """AdamW with this learning rate and weight decay, for all weights or for `lora`; the rest is `train`'s.
-
-    Raises:
-        ValueError: the update's attention cannot run on the model's device in its type.
-    """
-    body = model.body if isinstance(model, ValueModel) else model
-    check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
-    use_flash(recipe.train.attention, body.device, DTYPES[recipe.model.dtype], body.config)
-    options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
-    if lora is None:
-        return build_optimizer(model, learning_rate=learning_rate, **options)
-    base = base_name(recipe.model.path)
-    optimizer = LoraAdamW(body, lora, seed=recipe.seed, base=base, lr=learning_rate, **options)
-    if (folder := find_adapter(recipe.model.path)) is not None:
-        optimizer.start_from(read_adapter(folder))
-    return optimizer
-
-
-def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> MasterAdamW:
-    """The policy's optimizer; with `model.lora` that of A and B, which start from the adapter at `model.path`, if any.
-
-    Raises:
-        ValueError: as `make_optimizer`, or that adapter is not what `model.lora` says.
-    """
-    rates = {"learning_rate": recipe.train.learning_rate, "weight_decay": recipe.train.weight_decay}
-    return make_optimizer(policy, recipe, **rates, lora=recipe.model.lora)
-
-
-def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -> Transformer | None:
-    """The frozen reference policy, or None where the KL coefficient is 0.
-
-    It is a second set of weights in memory; with LoRA it is the policy itself, inside `LoraAdamW.base_weights`.
-    """
-    if recipe.algorithm.kl.coefficient == 0:
-        return None
-    if recipe.model.lora is not None:
-        return policy
-    # Its log-probs are compared with the policy's: the same rounding.
-    reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
-    shard_model(reference, recipe)
-    return reference
-
-
-def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Critic | None:
-    """The critic with a fresh optimizer, or None where the recipe has none.
-
-    Its weights are those of the checkpoint, else of `model.path`; a folder without a value head gets one that is zero.
-    """
-    section = recipe.critic
-    if section is None:
-        return None
-    path = recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
-    model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    set_update(model.body, recipe)
-    shard_model(model, recipe)
-    optimizer = make_optimizer(
-        model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
-    )
-    return Critic(model, optimizer, recipe)
 
 
 def build_columns(recipe: Recipe, models: Models) -> list[Column]:
@@ -331,20 +210,24 @@ def build_columns(recipe: Recipe, models: Models) -> list[Column]:
     return columns
 
 
-def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
+def build_order(recipe: Recipe, task: TaskBase) -> Order:
+    """Which training prompt is drawn when, by `data.order`.
+
+    Raises:
+        ValueError: there are no prompts, no such order, or it returns what is no order.
+    """
+    name = recipe.data.order
+    if name in STATIC_ORDERS:
+        return task.order(recipe.seed, is_shuffled=name == "shuffled")
+    from srtrl.features.data_order import StatisticsOrder
+
+    return StatisticsOrder(name, len(task.train_prompts), recipe.seed)
+
+
+def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order) -> Sampler:
     """The sampler of `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
-    return samplers[context.recipe.rollout.mode](context, task, credit)
-
-
-def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
-    """The draft head with a fresh optimizer, or None where the recipe has none."""
-    section = recipe.rollout.draft_head
-    if section is None:
-        return None
-    dtype = DTYPES[recipe.model.dtype]
-    head = DraftHead(policy, dtype, vocabulary=section.vocabulary, seed=recipe.seed)
-    return DraftHeadLearner(head, policy, recipe)
+    return samplers[context.recipe.rollout.mode](context, task, credit, order)
 
 
 def build_training_engine(recipe: Recipe, models: Models, tokenizer: PreTrainedTokenizerBase, task: TaskBase) -> Engine:

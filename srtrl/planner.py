@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from srtrl.build import DTYPES, build_draft_head, number_of_slots
+from srtrl.build import number_of_slots
+from srtrl.build_models import DTYPES, build_draft_head
 from srtrl.cuda.flash import choose_flash
 from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes

@@ -27,6 +27,7 @@ from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.features.off_policy import PartialDraws, PartialSampler
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.one_turn import OneTurn
+from srtrl.tasks.order import DataOrder
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, SamplingParams
 
@@ -176,7 +177,7 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
         engine: Any = SimpleNamespace(run_ahead=NoRunAhead(), policy_version=step)
         context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
-        sampler = PartialSampler(context, task, CreditAssigner(recipe))
+        sampler = PartialSampler(context, task, CreditAssigner(recipe), DataOrder(5, recipe.seed))
         sampler.num_draws, sampler.earlier = num_draws, earlier
         with mock.patch("srtrl.features.off_policy.collect_rollouts", collect):
             collected = sampler.collect(step, cast(Any, Counting()))

@@ -30,6 +30,7 @@ from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.one_turn import OneTurn
 from srtrl.tasks.grading import Grader
+from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.sampling import RolloutContext, Sampler
@@ -186,7 +187,7 @@ def test_draws_of_the_next_step_run_ahead_and_none_after_the_last(tmp_path: Path
     recipe = make_recipe(Path(), tmp_path, train__num_steps=2)
     context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(0,), started=lambda prompt: prompt)
     task: Any = SimpleNamespace(train_prompts=PROMPTS)
-    sampler = Sampler(context, task, CreditAssigner(recipe))
+    sampler = Sampler(context, task, CreditAssigner(recipe), DataOrder(len(PROMPTS), recipe.seed))
     sampler.announce(1, range(4), collector)
     sampler.announce(1, range(4, 6), collector)  # as dynamic sampling does
     engine.run_ahead.clear()

@@ -99,8 +99,11 @@ class RecipeSource:
         return self.origins.get(key, str(self.path))
 
     def located(self, error: RecipeError) -> RecipeError:
-        """The same problems with their places filled in."""
-        return RecipeError(*(replace(item, where=item.where or self.locate(item.key)) for item in error.problems))
+        """The same problems with their places filled in, and the keys of several tasks as in the file."""
+        is_list = isinstance(self.data.get("task"), list)
+        keys = [re.sub(r"^task\.options\.tasks", "task", item.key) if is_list else item.key for item in error.problems]
+        items = zip(error.problems, keys, strict=True)
+        return RecipeError(*(replace(item, key=key, where=item.where or self.locate(key)) for item, key in items))
 
     def put(self, names: Sequence[str], value: object, where: str) -> None:
         """Set the value at `names`, making the sections around it as needed; a list is entered by index.

@@ -74,10 +74,15 @@ CHARTS = {
         Chart(
             "Reward",
             "reward",
-            ["reward/*", "eval/reward"],
+            ["reward/*", "eval/reward", "eval/reward/*"],
             "Each reward function before its weight; mean and eval/reward are weighted sums.",
         ),
-        Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
+        Chart(
+            "Accuracy",
+            "share",
+            ["accuracy", "accuracy/*", "eval/accuracy", "eval/accuracy/*"],
+            "Held-out problems (eval/) with 95% intervals.",
+        ),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
         Chart(

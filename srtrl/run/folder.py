@@ -28,7 +28,7 @@ from srtrl.types import RolloutGroup
 LOCKED_KEYS: tuple[str, ...] = (
     *("seed", "model.path", "model.tokenizer", "model.dtype", "model.lora"),
     *("model.lora.rank", "model.lora.alpha", "model.lora.targets*"),
-    *("critic", "task.*", "rewards", "rollout.environment*", "rollout.mode"),
+    *("critic", "task", "task.*", "data.order", "rewards", "rollout.environment*", "rollout.mode"),
 )
 """Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 

@@ -67,7 +67,8 @@ def evaluate(
     context.turns.check_not_all_raised("evaluation")
     seconds = sum(timer.take().values())
     context.take_engine_metrics()  # of evaluation: the next training step must not report them
-    return groups, eval_metrics(groups, seconds, context.grader.outcomes)
+    metrics = eval_metrics(groups, seconds, context.grader.outcomes)
+    return groups, metrics | context.grader.task_metrics(groups, None)
 
 
 def eval_metrics(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from srtrl.engine.stopping import count_unknown
 from srtrl.environments.formats import resolve_format
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from srtrl.engine.engine import Engine
     from srtrl.tasks.base import TaskBase
+    from srtrl.tasks.order import Order
 
 DRAWS_PER_PROMPT = 10
 """`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
@@ -83,36 +83,12 @@ class RolloutContext:
         return self.turns.started(prompt, self.recipe.rollout.max_prompt_tokens)
 
 
-class DataOrder:
-    """A seeded permutation of the prompts for each epoch, laid end to end: which prompt is drawn when.
-
-    A pure function of (seed, place in the run), so later draws are known in advance.
-
-    Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
-    next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
-    """
-
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        if num_prompts < 1:
-            raise ValueError("the task has no training prompts: check task.options (and what was dropped at load)")
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self._epoch = -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-    def prompt_of(self, draw: int) -> int:
-        """Prompt index of draw `draw` of the run (0-based)."""
-        epoch, place = divmod(draw, self.num_prompts)
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.num_prompts)
-            self._epoch = epoch
-        return int(self._permutation[place])
-
-
 class Sampler:
     """Takes each step's groups from the data order, at the place `num_draws`."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
+    def __init__(
+        self, context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order | None = None
+    ) -> None:
         self.context = context
         self.credit = credit
         self.task = task
@@ -120,7 +96,7 @@ class Sampler:
         """Draws that the steps so far have used."""
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
-        self.order = DataOrder(len(task.train_prompts), recipe.seed)
+        self.order = order or task.order(recipe.seed)
         rollout = recipe.rollout
         self.max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
@@ -137,15 +113,17 @@ class Sampler:
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, rollout = self.context, self.context.recipe.rollout
-        epoch = self.num_draws / self.order.num_prompts
+        epochs = self.order.epochs(self.num_draws)
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         rollouts = self.collect(step, collector)
+        self.order.observe(rollouts.groups, self.num_draws)
         check_not_all_failed(rollouts.groups, f"step {step}")
         context.turns.check_not_all_raised(f"step {step}")
         num_short = max(0, self.num_wanted - len(rollouts.kept)) if rollout.dynamic_sampling else 0
         metrics = {
             **rollout_metrics(rollouts, context.grader.outcomes),
-            "data/epoch": epoch,
+            **context.grader.task_metrics(rollouts.groups, rollouts.kept),
+            **epochs,
             "groups/short": num_short,
             "tokens/unknown": context.count_unknown(rollouts),
         }
