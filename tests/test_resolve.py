@@ -49,9 +49,7 @@ def test_classes_are_found_without_importing_other_modules(own_package: str) -> 
 
 
 def test_unknown_names_list_what_exists_and_the_nearest() -> None:
-    message = (
-        r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?.* known: resolve_part, resolve_f"
-    )
+    message = r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?.* known: resolve_part"
     with pytest.raises(ValueError, match=message):
         resolve_function("srtrl.resolve", "resolve_clas")
     with pytest.raises(ValueError, match="`xyz` is not in srtrl/tasks/; known: "):

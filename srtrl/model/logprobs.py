@@ -35,7 +35,7 @@ class Slopes(NamedTuple):
 
 
 class Softmax:
-    """Log-probs of one chunk of tokens, and logit gradients, in plain PyTorch; `cuda/update.py` has kernels."""
+    """Log-probs of a chunk of tokens, and the gradient of its logits, in plain PyTorch; see also `cuda/update.py`."""
 
     def forward(
         self, hidden: Tensor, head_weight: Tensor, target_ids: Tensor, temperature: float, *, has_entropy: bool
