@@ -223,8 +223,8 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {"input": "x", "gts": "y"})
     with pytest.raises(ValueError, match=re.escape("(all shapes: docs/data.md); the row has input, gts") + "$"):
         read_recorded(path, tokenizer=None, max_tokens=10)
-    (tmp_path / "list.json").write_text('[{"prompt": "x", "text": "y"}]')
-    with pytest.raises(ValueError, match="found list; expected JSONL, one object in each line"):
+    (tmp_path / "list.json").write_text('[["x", "y"]]')
+    with pytest.raises(ValueError, match=r"list\.json:1: .*found list"):
         read_recorded(tmp_path / "list.json", tokenizer=None, max_tokens=10)
     train_tokenizer([], 257).save_pretrained(tmp_path)
     path = write_rows(tmp_path / "rows.jsonl", {"messages": [USER, ASSISTANT]})
