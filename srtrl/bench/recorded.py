@@ -79,9 +79,6 @@ class RecordedPrompt:
 Recording = list[list[RecordedPrompt]]
 """One list of prompts for each training step of a run, in order; rows without a `step` are one for each file."""
 
-SUFFIXES = (".jsonl", ".parquet")
-"""Of the files that are read in a folder."""
-
 SECONDS_PER_LINE = 10.0
 """Of progress."""
 
@@ -130,13 +127,14 @@ def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Reco
     files = [path]
     if path.is_dir():
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
-        files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
+        files = sorted(file for file in folder.glob("*") if file.name.endswith((".jsonl", ".jsonl.gz", ".parquet")))
     rows = [row for index, file in enumerate(files) for row in _read(file, index)]
     rows.sort(key=lambda item: (item[1].step, item[1].draw_index, item[1].sample_index))
     if not rows:
         raise ValueError(f"{path}: no rows; expected rollouts as .jsonl or .parquet, or the folder of a run")
     recipe = next((one for one in (path, *path.parents[:2]) if (one / "recipe.yaml").is_file()), None)
-    seed = None if recipe is None or path.suffix == ".jsonl" else read_source(recipe / "recipe.yaml").data.get("seed")
+    is_ours = path.is_dir() or path.suffix == ".parquet"
+    seed = read_source(recipe / "recipe.yaml").data.get("seed") if recipe and is_ours else None
     names: Names = {}
     steps = []
     for _, of_step in groupby(with_progress(rows, f"{path}: rows tokenised"), lambda row: row[1].step):
@@ -248,8 +246,7 @@ def _read(path: Path, index: int) -> list[tuple[str, _Row]]:
     rows = []
     for place, fields in ((row.place, row.fields) for row in read_rows(RowSource(files=[str(path)]))):
         if isinstance(fields, RowError):
-            hint = "" if path.suffix in SUFFIXES else "; expected JSONL, one object in each line"
-            raise ValueError(f"{place}: {fields}{hint}") from fields
+            raise ValueError(f"{place}: {fields}") from fields
         try:
             row = validate_section(_Row, {"step": index, **fields})
         except RecipeError as error:
