@@ -9,8 +9,10 @@ from rank_cases import FORKED
 from rank_runs import assert_close_runs, train_on_ranks
 from tiny_run import EASY, LUCKY, assert_same_run, make_policy, make_recipe, train
 
+from srtrl.build import build_tokenizer
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
+from srtrl.tasks.base import load_task
 from srtrl.tasks.mixture import MixedOrder
 from srtrl.tasks.order import DataOrder
 
@@ -64,6 +66,16 @@ def test_a_list_of_one_task_is_that_task(tmp_path: Path) -> None:
     listed = make_recipe(policy, tmp_path / "runs", task=[task | {"weight": 3, "rewards": rewards}], name="listed")
     assert listed == plain.model_copy(update={"name": "listed"})
     assert_same_run(train(listed).folder, train(plain).folder)
+
+
+def test_tasks_of_one_size_are_shuffled_apart_and_may_be_as_they_are(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy, tmp_path, task=[EASY | {"weight": 1}, EASY | {"weight": 1, "label": "other"}])
+    task = load_task(recipe, build_tokenizer(recipe))
+    shuffled, as_is = (task.order(7, is_shuffled=is_shuffled) for is_shuffled in (True, False))
+    first, second = ([shuffled.prompt_of(draw) % 10 for draw in range(start, 20, 2)] for start in (0, 1))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert [as_is.prompt_of(draw) for draw in range(20)] == [draw // 2 + draw % 2 * 10 for draw in range(20)]
 
 
 @FORKED
