@@ -22,10 +22,10 @@ from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe, UpdatePlan
 from srtrl.types import TrainSequence
 
-LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
+LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "policy_gradient")
 REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm")
 RATIO_CAP = 2.0
-"""Of `dual_clip`; low, so that it is met, and a power of 2, so that its product with a float32 is exact."""
+"""Of `dual_clip` and `dppo`; low, so that it is met, and a power of 2, so that its product with a float32 is exact."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -94,6 +94,13 @@ def token_losses(name: str, p: Padded, low: float, high: float) -> tuple[Tensor,
     if name == "policy_gradient":
         return -p.advantages * p.new, {}
     ratio, is_good, is_bad = ratios(name, p), p.advantages > 0, p.advantages < 0
+    if name == "dppo":  # drops by the difference of probabilities, to those of the decoder
+        moved = p.new.exp() - p.rollout.exp()
+        marks = {"clip_share/low": (moved < -low) & is_bad, "clip_share/high": (moved > high) & is_good}
+        kept = ~marks["clip_share/low"] & ~marks["clip_share/high"]
+        weight = (p.new - p.rollout).exp().detach().clamp(max=RATIO_CAP)
+        value = -weight * p.advantages * (1 + p.new - p.new.detach())
+        return torch.where(kept, value, 0.0), marks
     is_low, is_high, bounded = ratio < 1 - low, ratio > 1 + high, ratio.clamp(1 - low, 1 + high)
     if name == "cispo":  # it bounds a weight, of either sign
         marks = {"clip_share/low": is_low & (is_good | is_bad), "clip_share/high": is_high & (is_good | is_bad)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from srtrl.algorithms import advantages, losses, reductions
 from srtrl.algorithms.advantages import is_token_level, whiten
-from srtrl.resolve import list_parts, resolve_part
+from srtrl.resolve import declared, list_parts, resolve_part
 
 F64 = torch.float64
 
@@ -43,7 +43,8 @@ def test_unchanged_weights_give_the_policy_gradient(name: str) -> None:
     weights = 1 / (4 * torch.bincount(index)[index])
     for low, high in ((0.2, 0.3), (0.0, 0.0), (1.0, 4.0)):
         loss = resolve_part("algorithm.loss", name)
-        token_loss, metrics = loss(new, new.detach(), given, index, clip_low=low, clip_high=high)
+        offered = declared(loss, 4, {"rollout_logprobs": new.detach()})
+        token_loss, metrics = loss(new, new.detach(), given, index, clip_low=low, clip_high=high, **offered)
         (gradient,) = torch.autograd.grad((token_loss * weights).sum(), new)
         torch.testing.assert_close(gradient, -given * weights, rtol=1e-12, atol=0.0)
         assert all(not bool(metric.any()) for metric in metrics.values())
@@ -88,7 +89,7 @@ def test_the_value_clip_at_its_edges() -> None:
 # --- Advantages ------------------------------------------------------------------------------------------------------
 
 Advantage = Callable[..., Tensor]
-GROUP_FUNCTIONS = [advantages.group_relative, advantages.group_centered, advantages.leave_one_out]
+GROUP_FUNCTIONS = [advantages.group_relative, advantages.group_centered, advantages.leave_one_out, advantages.max_rl]
 
 
 numbers = st.floats(-3, 3).map(lambda number: round(number, 3))
@@ -103,11 +104,13 @@ def ragged_rows(draw: st.DrawFn) -> tuple[Ragged, Ragged]:
 
 
 def group_formula(function: Advantage, rewards: list[float]) -> list[float]:
-    """One group by the paper: GRPO section 4.1.2 (divisor S - 1, 1e-6), Dr. GRPO, RLOO."""
+    """One group by the paper: GRPO section 4.1.2 (divisor S - 1, 1e-6), Dr. GRPO, RLOO, MaxRL."""
     mean = sum(rewards) / len(rewards)
     if function is advantages.leave_one_out:
         others = [[r for j, r in enumerate(rewards) if j != i] for i in range(len(rewards))]
         return [r - sum(rest) / len(rest) for r, rest in zip(rewards, others, strict=True)]
+    if function is advantages.max_rl:
+        return [(r - mean) / (mean + 1e-6) for r in rewards]
     deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
     return [(r - mean) / (deviation + 1e-6 if function is advantages.group_relative else 1) for r in rewards]
 
@@ -115,16 +118,22 @@ def group_formula(function: Advantage, rewards: list[float]) -> list[float]:
 @pytest.mark.parametrize("function", GROUP_FUNCTIONS)
 def test_group_advantages_equal_the_formula_and_are_exactly_zero_for_equal_rewards(function: Advantage) -> None:
     for shape in ((1, 2), (3, 5), (40, 8)):
-        rewards = np.random.default_rng(shape[0]).standard_normal(shape)
+        rewards = np.random.default_rng(shape[0]).exponential(size=shape)
         found = function(torch.from_numpy(rewards))
         expected = torch.tensor([group_formula(function, list(map(float, row))) for row in rewards], dtype=F64)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(found.sum(dim=1), torch.zeros(shape[0], dtype=F64), rtol=0.0, atol=1e-12)
     for dtype in (torch.float32, F64):
-        equal = torch.tensor([0.1, -3.3, 1e-8, 1e8, 0.0], dtype=dtype)[:, None].expand(5, 7)
+        equal = torch.tensor([0.1, 3.3, 1e-8, 1e8, 0.0], dtype=dtype)[:, None].expand(5, 7)
         found = function(equal)
         assert found.dtype == dtype
         assert torch.equal(found, torch.zeros(5, 7, dtype=dtype))
+
+
+@pytest.mark.parametrize("rewards", [[[1.0, 0.0], [0.5, -1.0]], [[1.0, -1.0]], [[-1.0, -1.0]]])
+def test_max_rl_refuses_a_mean_that_is_no_share(rewards: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match=r"algorithm.advantage: max_rl divides by a group's mean reward, found one of"):
+        advantages.max_rl(torch.tensor(rewards))
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -201,7 +210,10 @@ def test_what_the_estimators_and_their_gradients_estimate() -> None:
     ["algorithm.advantage", "algorithm.filters", "algorithm.kl.estimator", "algorithm.loss", "algorithm.reduction"],
 )
 def test_public_functions_of_a_kind_have_one_signature(option: str) -> None:
-    """Each is a legal name in a recipe, so the trainer calls each in the same way; further arguments are optional."""
+    """Each is a legal name in a recipe, so the trainer calls each in the same way; further arguments are optional.
+
+    But those that a loss declares of what the trainer offers.
+    """
     functions = [resolve_part(option, name) for name in list_parts(option)]
     for of_tokens in {is_token_level(function) for function in functions}:  # such advantages are called differently
         same_kind = [function for function in functions if is_token_level(function) == of_tokens]
@@ -209,4 +221,5 @@ def test_public_functions_of_a_kind_have_one_signature(option: str) -> None:
         expected = min(signatures, key=len)
         for parameters in signatures:
             assert parameters[: len(expected)] == expected
-            assert all(parameter.default is not parameter.empty for parameter in parameters[len(expected) :])
+            optional = [one for one in parameters[len(expected) :] if one.name != "rollout_logprobs"]
+            assert all(parameter.default is not parameter.empty for parameter in optional)

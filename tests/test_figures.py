@@ -12,7 +12,7 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.resolve import resolve_class
 from srtrl.tasks.base import load_task
-from srtrl.trainer.sampling import DataOrder
+from srtrl.tasks.order import DataOrder
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WALKTHROUGH = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")

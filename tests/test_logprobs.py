@@ -1,15 +1,22 @@
-"""The chunked log-probs against the plain reference: values, gradients, memory and types."""
+"""The chunked log-probs against the plain reference: values, gradients, memory and types; decoder against trainer."""
 
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from engine_cases import Letters, decode, options, requests_for, tiny_policy
 from plain_kernels import token_logprobs_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.engine import Engine
+from srtrl.engine.runner import RowFilters
+from srtrl.engine.step_inputs import StepInputs
+from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 
 R, V, D = 37, 53, 11
@@ -96,3 +103,36 @@ def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torc
     exact_gradients = torch.autograd.grad(exact.sum(), (hidden, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close((grad_hidden, grad_weight), exact_gradients, rtol=tolerance, atol=10 * tolerance)
+
+
+class RecordingRunner(CpuRunner):
+    """Keeps the logits of each sampled row by the noise of its sample and the place in its response."""
+
+    seen: dict[tuple[int, int], Tensor]
+
+    def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
+        super().launch(inputs, filters)
+        assert self._last is not None
+        keys = zip(inputs.rng_keys.view(np.uint64).tolist(), inputs.sample_positions.tolist(), strict=True)
+        self.seen |= dict(zip(keys, self._last[0], strict=True))
+
+
+def test_decoder_and_trainer_have_the_same_distributions() -> None:
+    """All next tokens' log-probs, not the sampled ones' alone: samples hide a difference where few of them fall."""
+    policy, temperature = tiny_policy(scale=3.0), 0.8
+    runner = RecordingRunner(policy, options())
+    runner.seen = {}
+    engine = Engine(policy, options(draft_budget=0), tokenizer=Letters(), runner=runner)
+    requests = requests_for([(1, 2, 3), (4,), tuple(range(5, 25))], num_samples=6, temperature=temperature)
+    differences = []
+    for completion in decode(engine, requests).values():
+        prompt = list(completion.request.prompt_token_ids)
+        token_ids = torch.tensor([*prompt, *completion.response.token_ids.tolist()])
+        logits = policy.logits(policy(token_ids, PackedPlan([len(token_ids)], "cpu"))).detach()
+        for position in range(len(prompt), len(token_ids)):
+            rows = [logits[position - 1], runner.seen[completion.request.rng_key, position - len(prompt)]]
+            trainer, decoder = (torch.log_softmax(row / temperature, dim=-1) for row in rows)
+            differences.append(float((trainer - decoder).abs().max()))
+    assert len(differences) >= 200
+    assert max(differences) < 1e-5
+    assert max(differences) > 0, "or the rows compared are the same"

@@ -21,7 +21,7 @@ from padded_update import LOSSES, RATIO_CAP, REDUCTIONS, naive_batches, padded_s
 from torch import Tensor
 from update_cases import CALLS, RecordingSGD, distance, flawed, make_policy, make_recipe, make_sequences, update
 
-from srtrl import build
+from srtrl import build, build_models
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer.learner import mini_batches
@@ -91,12 +91,14 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(
     tied = LOSSES.index(loss) % 2 == 0
     rng = np.random.default_rng((LOSSES.index(loss), REDUCTIONS.index(reduction)))
     case = random_case(make_policy(scale=SCALE, tied=tied), seed=11 + REDUCTIONS.index(reduction))
-    algorithm = {"loss": loss, "reduction": reduction, "clip_low": 0.1, "clip_high": 0.15} | options
+    scale = 0.02 if loss == "dppo" else 1  # it clips probabilities, which are small here
+    algorithm = {"loss": loss, "reduction": reduction, "clip_low": 0.1 * scale, "clip_high": 0.15 * scale} | options
     tolerance = 1e-6 if "importance_cap" in options else 1e-12  # importance weights are float32
     shares = []
     for micro_batch_tokens in (int(rng.integers(16, 60)), 1000):
+        capped = {"loss_options": {"ratio_cap": RATIO_CAP}} if loss in ("dual_clip", "dppo") else {}
         recipe = make_recipe(
-            algorithm=algorithm | ({"loss_options": {"ratio_cap": RATIO_CAP}} if loss == "dual_clip" else {}),
+            algorithm=algorithm | capped,
             train__micro_batch_tokens=micro_batch_tokens,
             train__mini_batch_prompts=2,
             train__num_epochs=2,
@@ -230,7 +232,7 @@ def test_the_message_names_the_stage_and_options_that_help(
     words = r"(?s)^step 3, update: .* too small. CUDA out of memory.\n.*train\.micro_batch_tokens \(the same gradient\)"
     with pytest.raises(UpdateMemoryError, match=words), explain_out_of_memory("step 3, update"):
         raise error
-    monkeypatch.setattr(build, "make_policy_optimizer", Mock(side_effect=error))
+    monkeypatch.setattr(build_models, "make_policy_optimizer", Mock(side_effect=error))
     with pytest.raises(UpdateMemoryError, match=r"(?s)^loading the models: the device's memory is too small.*--check"):
         build.build_parts(tiny_run.make_recipe(policy, tmp_path))
     assert "start again with --overwrite" in how_to_resume(tmp_path / "empty")

@@ -116,6 +116,32 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return _zero_if_uniform(rewards, exact - others)
 
 
+def max_rl(rewards: Tensor) -> Tensor:
+    """MaxRL: (reward - mean of the group) / (mean of the group + 1e-6).
+
+    arXiv 2602.02710: with rewards of 0 and 1 the division by the share of right samples makes the gradient that of the
+    log-probability of a right answer, so problems that are seldom solved weigh more than in GRPO. SkyRL (`maxrl`) has
+    the same formula. A group whose rewards are all equal gets exactly zero.
+
+    Args:
+        rewards: [G, S], S at least 2.
+
+    Returns:
+        Advantages [G, S], in the dtype of `rewards`.
+
+    Raises:
+        ValueError: the mean of a group is negative, or 0 among unequal rewards: there is no share to divide by.
+    """
+    exact = _group_rewards(rewards)
+    mean = exact.mean(dim=1, keepdim=True)  # [G, 1]
+    if bool(((mean <= 0) & (exact != 0)).any()):
+        raise ValueError(
+            f"algorithm.advantage: max_rl divides by a group's mean reward, found one of {float(mean.min()):g}: "
+            "expected rewards that are never negative (no penalties, no KL in the reward)"
+        )
+    return _zero_if_uniform(rewards, (exact - mean) / (mean + EPSILON))
+
+
 @token_level(needs_values=True)
 def gae(
     token_rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float

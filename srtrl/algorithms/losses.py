@@ -145,6 +145,42 @@ def cispo(
     return -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs, metrics
 
 
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    rollout_logprobs: Tensor,
+    ratio_cap: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """DPPO: -min(ratio, ratio_cap) * A, without tokens that have moved too far in probability, not in their ratio.
+
+    "Binary TV" of arXiv 2602.04879 (equation 13): ratio = p / mu, with mu the decoder's probability. A token of
+    positive advantage is dropped where p - mu > clip_high, one of negative advantage where p - mu < -clip_low: this
+    bounds the total variation, so rare tokens may move freely and likely ones may not. prime-rl (whose default loss
+    this is, at 0.2 / 0.2) and SkyRL have no cap; verl's `dppo_tv`, which takes mu from the trainer, cuts the ratio at
+    20, and the gradient here is its: min(ratio, ratio_cap) * A * the gradient of `logprobs`. A dropped token stays in
+    the denominators of the reduction, as in all of them.
+
+    Metrics: `clip_share/low` and `clip_share/high` mark the dropped tokens. `old_logprobs` and `sequence_index` are not
+    used: the ratio to the policy that sampled is in the loss itself.
+
+    Raises:
+        ValueError: `ratio_cap` is below 1: an unchanged token would have a weight below 1.
+    """
+    if not ratio_cap >= 1:
+        raise ValueError(f"algorithm.loss_options.ratio_cap: expected a number of at least 1, found {ratio_cap}")
+    difference = torch.exp(logprobs.detach()) - torch.exp(rollout_logprobs)  # [R]
+    is_low, is_high = (difference < -clip_low) & (advantages < 0), (difference > clip_high) & (advantages > 0)
+    weights = torch.exp(logprobs.detach() - rollout_logprobs).clamp(max=ratio_cap)  # [R]
+    weights = weights.masked_fill(is_low | is_high, 0.0)
+    metrics = {"clip_share/low": is_low.to(weights.dtype), "clip_share/high": is_high.to(weights.dtype)}
+    return -weights * advantages * torch.exp(logprobs - logprobs.detach()), metrics
+
+
 def policy_gradient(
     logprobs: Tensor,
     old_logprobs: Tensor,
