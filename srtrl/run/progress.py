@@ -39,7 +39,7 @@ WIDTH = 78
 SPARKS = "▁▂▃▄▅▆▇█"
 
 SHOWN_CHARACTERS = 500
-"""Of the first prompt, at the start of a run."""
+"""Characters of the first prompt that are shown at the start of a run."""
 
 
 class RunProgress:
