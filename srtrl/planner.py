@@ -40,11 +40,11 @@ from srtrl.tasks.base import needs_network
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 DEFAULT_GPU_GIB = 80.0
-"""Where there is no GPU. One that is sold as 80 GB has about 79 GiB."""
+"""The GPU to plan for if there is none. One that is sold as 80 GB has about 79 GiB."""
 MAX_SHARE = 0.9
-"""Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, fragmentation."""
+"""Share of a GPU's memory. The rest is for the CUDA context, libraries' workspaces and fragmentation."""
 DECODER_LOGITS, DECODER_ROWS = 2**10, 2**14
-"""Of the decoder's buffers: rows of logits and of hidden states."""
+"""Rows of logits and of hidden states in the decoder's buffers."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
 """With `train.sharding: fsdp2` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"
@@ -62,7 +62,7 @@ CHANGES = (
 """Overrides that lower the memory of a step, in the order in which they are advised. The KV cache is first where a half
 of it is left, and then where it holds what is useful."""
 USEFUL_SEQUENCES = 4
-"""Of the maximum length, in the smallest KV cache that is advised."""
+"""Sequences of the maximum length in the smallest KV cache that is advised."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -159,7 +159,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
 
 
 def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> str:
-    """What helps a step that does not fit: the first of `CHANGES` with which it fits, else the one that saves most."""
+    """Advice for a step that does not fit: the first of `CHANGES` with which it fits, else the one that saves most."""
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
     kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
     saved, best = 0, ""
@@ -253,14 +253,14 @@ def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[s
 
 
 def _verdict(recipe: Recipe, outcome: str) -> str:
-    """What `srtrl train` would do with a recipe whose checks passed."""
+    """The result that `srtrl train` would have with a recipe whose checks passed."""
     folder = f"{recipe.output_dir}/{recipe.name}"
     exists = "" if is_empty(recipe.folder) else f"; {folder} exists: --resume continues it, --overwrite begins again"
     return f"verdict: {_checked(recipe)}; {outcome}{exists}"
 
 
 def _checked(recipe: Recipe) -> str:
-    """What the checks found in order, and what they did not look up."""
+    """The correct parts of a recipe, and those that the checks did not look up."""
     paths = recipe.model.model_dump(include={"path", "tokenizer"})
     remote = [f"model.{key} ({path})" for key, path in paths.items() if path and not is_local(path)]
     remote += ["the rows of task.options"] if needs_network(recipe.task) else []

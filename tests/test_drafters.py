@@ -320,7 +320,7 @@ def fork_of_the_docs(chances: dict[str, float] | None = None, *, knows_noise: bo
 
 
 def test_the_fork_of_the_docs_has_these_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of docs/speculation.md, "One fork, with its numbers", and the picture."""
+    """The table of docs/speculation.md, "Three questions, one fork", and the picture."""
     page = (DOCS / "speculation.md").read_text(encoding="utf-8")
     [row] = re.findall(r"^\| score \|(?: \|)* (.*) \|$", page, re.MULTILINE)
     by_counts = fork_of_the_docs(knows_noise=False)

@@ -69,7 +69,7 @@ class DrafterBase:
         raise NotImplementedError(f"{self} has no `propose`")
 
     def prepare(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, rows: Int64Array) -> None:
-        """A step was verified: begin what can be computed for the next `propose` while the host does the rest.
+        """A step was verified: begin work for the next `propose` that can run while the host does the rest.
 
         `rows` [B]: the step's row that gave the last token of each slot, -1 where the sample has ended. For the others
         see `observe`, which gets them too, later in the step.
@@ -86,7 +86,7 @@ class DrafterBase:
         self.observe(slots, token_ids, offsets)
 
     def learn_deferred(self) -> None:
-        """The next step was launched: learn what its `propose` did not wait for. A GPU computes meanwhile."""
+        """The next step was launched: learn the rest that its `propose` did not wait for. A GPU computes meanwhile."""
 
     def foresee(self, slots: Int64Array, trees: DraftTrees) -> None:
         """A GPU verifies these trees of the slots of the last `propose`: there is time to draft ahead for the next."""
@@ -109,7 +109,7 @@ class DrafterBase:
         return None
 
     def end_step(self) -> None:
-        """A training step has ended, with or without a policy update; what was learned about the text stays valid."""
+        """A training step has ended, with or without a policy update; texts that were learned stay valid."""
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the drafter's own since the last call, all under `engine/`.

@@ -17,14 +17,14 @@ Int32Array = npt.NDArray[np.int32]
 Float64Array = npt.NDArray[np.float64]
 
 MAX_CHILDREN = MAX_PLACES + NUM_TOP + 2 * WAYS
-"""Of a node: tokens of its places, of a distribution, and of two contexts of other prompts."""
+"""Tokens of a node's places, of a distribution, and of two contexts of other prompts."""
 NOT_YET = np.inf
 MAX_CONTEXTS = 7
 """Contexts that give them: a distribution, those of a rule, and two of other prompts."""
 
 
 class Row(NamedTuple):
-    """What decides the next token after a node, beside its contexts."""
+    """The noise and the policy's share in the next token after a node, beside its contexts."""
 
     key: np.uint64
     """Key of its noise."""

@@ -9,7 +9,7 @@ from srtrl.types import TopTokens
 Int32Array = npt.NDArray[np.int32]
 
 NUM_TOP = 8
-"""Tokens of a distribution: with 4 the drafts lose a quarter of what they gain by it."""
+"""Tokens of a distribution: with 4 the drafts lose a quarter of their gain."""
 SIZE = NUM_TOP + NUM_TOP // 2
 """Integers of one: token ids, then probabilities in units of 1 / `UNIT`, two in an integer."""
 UNIT = (1 << 16) - 1

@@ -18,7 +18,7 @@ ROOT = -1
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DraftTree:
-    """Guesses of what follows a sequence's last committed token (the root, which is not a node of the tree).
+    """Guessed continuations of a sequence's last committed token (the root, which is not a node of the tree).
 
     Nodes are in topological order: a parent comes before its children. Siblings carry different tokens, so that at
     most one of them can be accepted.

@@ -1,4 +1,4 @@
-"""What may become the next node of a draft tree, in order; references to a list, as of `heapq`, would be counted."""
+"""Candidates for the next node of a draft tree, in order; references to a list, as of `heapq`, would be counted."""
 
 from typing import NamedTuple
 

@@ -31,7 +31,7 @@ class CachedRollout(NamedTuple):
 
     tokens: Tokens
     distributions: Tokens
-    """What they were drawn from, see `srtrl.drafters.distributions`: [tokens, SIZE], or [0, SIZE]; not in files."""
+    """Their distributions, see `srtrl.drafters.distributions`: [tokens, SIZE], or [0, SIZE]; not in files."""
 
     @property
     def num_bytes(self) -> int:

@@ -34,7 +34,7 @@ class SrtOptions(Section):
     cache_memory_gib: float = Field(default=1.0, ge=0)
     """Maximum memory of kept rollouts (training and evaluation have a cache each).
 
-    When it is full, what the policy took to be likely is dropped first, then prompts lose their oldest rollouts before
+    When it is full, distributions are dropped first, then prompts lose their oldest rollouts before
     a whole prompt is dropped. It also bounds the memory of the tries: above it, only those of prompts that decode now
     are kept.
     """
@@ -75,17 +75,17 @@ class Drafter(DrafterBase):
         self._taught: set[int] = set()
         """RNG keys of this step's samples whose distributions these were learned from."""
         self._queue: list[Callable[[], None]] = []
-        """What `learn_deferred` does, in order."""
+        """The work of `learn_deferred`, in order."""
         self._pending = NO_PENDING
         """The tokens that the queue appends to texts: drafts follow them already."""
         self._trust: dict[str, Trust] = {}
-        """For each purpose, what was learned about contexts and the noise."""
+        """The learned trust in contexts and in the noise, for each purpose."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
         self._foreseen = NOTHING
         self._last_limits = np.zeros(0, np.int64), 0.0
         """`max_nodes` and `min_score` of the last `propose`."""
         self._is_drafted = np.zeros(0, np.bool_)
-        """[slots], whether what is observed next follows a draft, and so teaches trust."""
+        """[slots], whether the next observed tokens follow a draft, and so teach trust."""
         self._is_begun = np.zeros(0, np.bool_)
         """[slots], whether the sample's text has begun: there is no draft before."""
         self._purpose = ""
@@ -166,7 +166,7 @@ class Drafter(DrafterBase):
         self._foreseen = foresee(self.store.arrays, slots, trees, max_nodes, self._basis(), min_score)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Learn from what followed the drafts, and insert the committed tokens."""
+        """Learn from the tokens that followed the drafts, and insert the committed tokens."""
         self._observe(slots, token_ids, offsets, None)
 
     def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
@@ -228,7 +228,7 @@ class Drafter(DrafterBase):
         return Basis(table, self._trust[self._purpose], self._noise)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Keep completed rollouts, and what is known of the turns of others; a preempted sample's is known already."""
+        """Keep completed rollouts, and the known turns of others; a preempted sample's are known already."""
         self._defer(partial(self._finish, slots, completions))
 
     def _finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
@@ -262,7 +262,7 @@ class Drafter(DrafterBase):
                 self._learn_ngrams(request.purpose, text)
 
     def _distributions(self, rng_key: int, text: Int32Array) -> Int32Array:
-        """What each token of a sample's text was drawn from, as far as it is known: [tokens, SIZE], or [0, SIZE]."""
+        """The known distributions of a sample's tokens: [tokens, SIZE], or [0, SIZE]."""
         found = unknown(len(text))
         for turn, (start, known) in enumerate(sorted(self._known.pop(rng_key, {}).items())):
             of_turn = found[start + turn :][: len(known)]
@@ -307,7 +307,7 @@ class Drafter(DrafterBase):
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write the completed rollouts: a file for each purpose; and what was learned."""
+        """Write the completed rollouts: a file for each purpose; and the trust."""
         self.learn_deferred()
         save_trust(folder / TRUST_FILE, self._trust)
         for purpose, cache in self.caches.items():

@@ -44,9 +44,9 @@ ENOUGH_LENGTHS, ENOUGH_PLACES = 2, 16
 """Different matches among a node's places, and places, that need no (further) search."""
 
 BEFORE, AFTER, PROMPT = 0, 1, 2
-"""Of a page: position before its first one, position after its last one, number of its prompt."""
+"""Columns of a page: position before its first one, position after its last one, number of its prompt."""
 END, NUM_PASSED, OWNER = 0, 1, 2
-"""Of a slot: last position of its text, tokens of that text (START included), number of its prompt."""
+"""Columns of a slot: last position of its text, tokens of that text (START included), number of its prompt."""
 
 
 class Texts(NamedTuple):
@@ -59,7 +59,7 @@ class Texts(NamedTuple):
     older: Int32Array
     """[positions, lengths], the next place of each chain."""
     known: Int32Array
-    """[positions, SIZE], what each token was drawn from, see `srtrl.drafters.distributions`."""
+    """[positions, SIZE], the distribution of each token, see `srtrl.drafters.distributions`."""
     pages: Int32Array
     """[pages, 3]."""
     slots: Int32Array
@@ -78,7 +78,7 @@ class Pending(NamedTuple):
 
 
 NO_PENDING = Pending(np.zeros(0, np.int32), np.zeros((0, 2), np.int64))
-"""Of no slot."""
+"""Pending tokens of no slot."""
 
 
 class Sought(NamedTuple):
@@ -217,7 +217,7 @@ def _link_again(texts: Texts, num_pages: int) -> None:
 
 @inlined
 def seek(texts: Texts, pending: Pending, slot: int, found: Found) -> Sought:
-    """The text of a slot with what is pending of it, whose end is written into the window."""
+    """The text of a slot with its pending tokens, whose end is written into the window."""
     position, num_passed, prompt = texts.slots[slot, END], texts.slots[slot, NUM_PASSED], texts.slots[slot, OWNER]
     prefix, begin, end = texts.prefixes[position], 0, 0
     if slot < len(pending.spans):

@@ -73,7 +73,7 @@ NEGLIGIBLE = 0.25
 """Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
 SMALLEST_SCORE = 1e-6
 LIFT = 0.125
-"""Share of what is negligible that a token of a distribution needs: the noise may lift it."""
+"""Share of a negligible score that a token of a distribution needs: the noise may lift it."""
 LEARNED_MASS = 0.002
 """Children with less are not listed where trust is learned."""
 LEARN_EVERY = 4
@@ -83,11 +83,11 @@ WORK_PER_ROW = 5_000
 
 
 NO_TRUST = make_trust()
-"""Where no noise is known."""
+"""For slots whose noise is not known."""
 
 
 class Noise(NamedTuple):
-    """What decides the next tokens beside the policy, and is known before it has run: see `srtrl.model.noise`."""
+    """The noise that decides the next tokens beside the policy, known before it has run: see `srtrl.model.noise`."""
 
     rng_keys: npt.NDArray[np.uint64]
     """[slots]."""
@@ -98,11 +98,11 @@ class Noise(NamedTuple):
 
 
 NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
-"""Of no slot."""
+"""Noise of no slot."""
 
 
 class Basis(NamedTuple):
-    """What scores come from, beside the texts."""
+    """The sources of scores, beside the texts."""
 
     shared: Table = NO_TABLE
     """See `shared_ngrams`; without rows where nothing is known."""
@@ -253,7 +253,7 @@ def _find_children(
     negligible: float,
     children: Children,
 ) -> tuple[int, int]:
-    """What may follow a node, see `find_places`; returns the numbers of children and contexts."""
+    """Find the children of a node, see `find_places`; returns the numbers of children and contexts."""
     find_places(texts, sought, found, depth, above, node)
     num, num_contexts, mass = _blend_contexts(texts, found, node, basis, row, negligible, children)
     if len(basis.shared) > 0 and mass >= negligible:
@@ -338,7 +338,7 @@ def draft_trees(
     min_score: float,
     pending: Pending = NO_PENDING,
 ) -> DraftTrees:
-    """Draft what follows the texts of some slots.
+    """Draft continuations of the texts of some slots.
 
     Args:
         texts: With those of all slots.

@@ -7,7 +7,7 @@ taken together by their number of occurrences and their length; those that are a
 *noise* of a token counts with an exponent between 0 (counts alone decide) and `MAX_POWER`, for each kind of context,
 which moves up the gradient of the log-likelihood (Newton's step).
 
-Drafts depend on what was learned here, tokens never do.
+Drafts depend on it, tokens never do.
 """
 
 import json
@@ -36,7 +36,7 @@ MAX_REACHED, MAX_INFORMATION = 2000.0, 400.0
 """With more, old tokens lose half of their weight: the policy moves."""
 MAX_POWER = 1.2
 MAX_SHARPNESS = 8.0
-"""Of a distribution: from 1 on it is the exponent of the probability, too, for the policy is that of the context."""
+"""Limit for a distribution: from 1 on it is the exponent of the probability, too, for the policy is the context's."""
 FIRST_POWER, FIRST_INFORMATION = 0.6, 8.0
 
 
@@ -93,7 +93,7 @@ def learn_noise(trust: Trust, cell: int, gradient: float, information: float) ->
 
 
 def save_trust(path: Path, trust: dict[str, Trust]) -> None:
-    """Write what was learned for each purpose; floats keep their bits."""
+    """Write the trust of each purpose; floats keep their bits."""
     write_atomic(path, json.dumps({purpose: rows.tolist() for purpose, rows in trust.items()}).encode())
 
 

@@ -30,7 +30,7 @@ INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[str, Path | None]:
-    """What `srtrl eval MODEL_OR_RUN` names: a run's newest checkpoint, or that of `step`, and its recipe; or a model.
+    """The policy of `srtrl eval NAME`: a run's newest checkpoint, or that of `step`, and its recipe; or a model.
 
     Returns:
         The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
@@ -147,6 +147,6 @@ def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str
 
 
 def _plain(answer: str) -> str:
-    """An answer without spaces, an integer without leading zeros: what is written differently alone is equal."""
+    """An answer without spaces, an integer without leading zeros: spelling makes no difference."""
     answer = "".join(answer.split())
     return str(int(answer)) if INTEGER.fullmatch(answer) else answer

@@ -23,7 +23,7 @@ from srtrl.tasks.rows import RowError, RowSource, check_source, read_rows
 
 FOLDER = Path(__file__).parent / "suites"
 FILE_ENDINGS = (".jsonl", ".parquet", "_test.jsonl", "_test.parquet")
-"""What `--data-dir` looks for behind a benchmark's name, in this order."""
+"""Endings that `--data-dir` looks for after a benchmark's name, in this order."""
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
 """Options of the task `math` for the text of the prompt."""
 
@@ -40,7 +40,7 @@ class Benchmark(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$")
     """For `--only`, `--data-dir` and the output."""
     data: RowSource
-    """Where the problems are, unless `--data-dir` is given."""
+    """The place of the problems, unless `--data-dir` is given."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task `math`; where one is a list of fields, the first that the rows have counts."""
     max_new_tokens: int | None = Field(default=None, ge=1)
@@ -57,7 +57,7 @@ class Suite(Section):
     prompt_template: str = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
     """Text of the prompt, where the policy has no recipe that says how it was asked."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of the sampling; 0 is greedy, with one sample of each problem."""
+    """Temperature of the sampling; 0 is greedy, with one sample of each problem."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Longer prompts are left out, and counted."""
     max_new_tokens: int = Field(default=4096, ge=1)

@@ -114,7 +114,7 @@ def _settings(outcome: EvalOutcome) -> dict[str, Any]:
 
 
 def _notes(outcomes: Sequence[EvalOutcome]) -> list[str]:
-    """What a reader must know to believe the figures: how the policy was sampled, and what is in no figure."""
+    """Notes that the figures need: how the policy was sampled, and which samples are in no figure."""
     notes = []
     names: dict[str, list[str]] = {}
     if len(outcomes) > 1:
@@ -142,7 +142,7 @@ def _text(share: Estimate) -> str:
 
 
 def write_rows(path: Path, outcome: EvalOutcome, *, is_first: bool) -> None:
-    """Add the rows of one benchmark, by problem and sample: what was measured before an interrupt is not lost."""
+    """Add the rows of one benchmark, by problem and sample: an interrupt later loses none of them."""
     with path.open("w" if is_first else "a", encoding="utf-8", errors="backslashreplace") as file:
         for group in outcome.groups:
             for rollout in group.rollouts:

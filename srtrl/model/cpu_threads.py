@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 WORK_PER_THREAD = 100_000
 """Multiply-adds that are worth a thread: some tens of microseconds."""
 MAX_CUDA_THREADS = 8
-"""Beside a GPU, by default: what the decoder's host computes there has work for no more."""
+"""The default beside a GPU: the decoder's host has no work for more."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Of a container (cgroup 2): microseconds of CPU time, or `max`, in each period of so many."""
+"""A container's microseconds of CPU time (cgroup 2), or `max`, in each period of that many."""
 
 
 def num_cores() -> int:

@@ -1,4 +1,4 @@
-"""The files of a model folder: which safetensors files hold its weights, and what is read from them."""
+"""The files of a model folder: which safetensors files hold its weights, and how they are read."""
 
 from __future__ import annotations
 

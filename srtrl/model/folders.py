@@ -1,4 +1,4 @@
-"""Where a model or a tokenizer is, and its tokenizer; nothing here imports torch, which takes seconds."""
+"""Folders of models and tokenizers, and the tokenizer; nothing here imports torch, which takes seconds."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """Fields, and the values of each that are supported."""
 _NO_QUANTIZED = "none: save dequantized weights first (`model.dequantize()` of transformers), without this field"
 _REMEDIES = dict.fromkeys(("quantization_config", "compression_config"), _NO_QUANTIZED)
-"""What is supported in place of a field, and what to do."""
+"""A field that is not supported -> the supported one, and a remedy."""
 _TEXT_MODELS = ("gemma3_text", "ministral3")
 """Text models that are published as the `text_config` of a model that reads images, too."""
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
-"""Of the whole model's config, which count for its text."""
+"""Fields of the whole model's config that count for its text."""
 _SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "shared_intermediate_size"), 2**20),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**10),
@@ -241,7 +241,7 @@ def _rope(config: Any, layer_type: str, head_dim: int) -> RopeConfig:
 
 
 def _longest(config: Any) -> int:
-    """Tokens up to which a sequence means what it means in `transformers`."""
+    """Tokens up to which a sequence means the same as in `transformers`."""
     rope = config.rope_parameters
     limits = [config.max_position_embeddings]
     if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):  # later queries are scaled

@@ -22,7 +22,7 @@ _CHUNK_MULTIPLE = 64  # rows of a tile of a matrix product
 
 
 class Slopes(NamedTuple):
-    """What the gradient of the logits of some tokens is made of, [C] each."""
+    """Numbers for the gradient of the logits of some tokens, [C] each."""
 
     logprobs: Tensor
     """Log-probs of the targets, as the forward pass has computed them."""

@@ -164,7 +164,7 @@ def write_kv(k: Array, v: Array, kv_indices: Array, key_pages: Array, value_page
 
 
 class AttentionInputs(NamedTuple):
-    """What `attend_paged` reads."""
+    """The inputs of `attend_paged`."""
 
     q: Array
     """[N, H, E] float32."""

@@ -29,13 +29,13 @@ class RopeConfig(NamedTuple):
     """Rotary embedding of a layer."""
 
     frequencies: tuple[float, ...] = ()
-    """Radians per position of each rotated pair, numbers of float32; what is left of a head is not rotated."""
+    """Radians per position of each rotated pair, numbers of float32; the rest of a head is not rotated."""
     factor: float = 1.0
     """Multiplies cosines and sines: the attention factor of YaRN and LongRoPE."""
 
 
 class LayerKind(NamedTuple):
-    """What differs between the layers of a model."""
+    """Differences between the layers of a model."""
 
     rope: RopeConfig
     window: int | None = None
@@ -43,7 +43,7 @@ class LayerKind(NamedTuple):
 
 
 class Style(NamedTuple):
-    """What differs between families in all layers; the default is Llama's."""
+    """Differences between families in all layers; the default is Llama's."""
 
     norms: Literal["pre", "post", "sandwich"] = "pre"
     """RMS norms of a layer: before attention and MLP, after them and before the residual sum, or both."""
@@ -61,7 +61,7 @@ class Style(NamedTuple):
     """Multiplies the attention's scores, on top of E**-0.5."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Multiplies what attention and MLP add to the residual stream."""
+    """Factor of the parts that attention and MLP add to the residual stream."""
     logit_scale: float = 1.0
 
 
@@ -70,7 +70,7 @@ LLAMA = Style()
 
 @dataclass(kw_only=True, frozen=True)
 class ModelConfig:
-    """Shape of a model; made by `hf_config.config_from_hf`, which refuses what is not supported."""
+    """Shape of a model; made by `hf_config.config_from_hf`, which refuses all other shapes."""
 
     model_type: str
     vocab_size: int
@@ -258,7 +258,7 @@ class Layer(nn.Module):
         return hidden if weight is None else rms_norm(hidden, weight, self.eps, self.style)
 
     def _update(self, output: Tensor, weight: Tensor | None) -> Tensor:
-        """What the output of attention or MLP adds to the residual stream, [T, D]."""
+        """The part that attention or MLP adds to the residual stream, [T, D]."""
         update, scale = self._normed(output, weight), self.style.residual_scale
         return update if scale == 1 else update * scale
 
@@ -295,7 +295,7 @@ class Transformer(nn.Module):
         self.gradient_checkpointing: bool | Literal["half"] = False
         """Recompute each layer in the backward pass instead of keeping its activations; `half`: every second one."""
         self.softmax = PLAIN_SOFTMAX
-        """What computes the log-probs of its update."""
+        """Computes the log-probs of its update."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
         kinds = config.layer_kinds
         self.layers = nn.ModuleList(Layer(config, dtype, device, kind.window) for kind in kinds)

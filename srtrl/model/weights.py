@@ -68,7 +68,7 @@ _LAYOUTS = {
 }
 """By `model_type`."""
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Of names where a model reads images too: of transformers 4 and 5, and what they are in a model of text alone."""
+"""Prefixes of names in a model that reads images too (transformers 4 and 5) -> those in a model of text alone."""
 _IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _LEFT_OUT = (*_IMAGES, "model.mtp_layers.")
 """Tensors that are not read: of the part for images, and of MiMo's heads that predict several tokens."""

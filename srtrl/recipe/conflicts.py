@@ -209,7 +209,7 @@ REPEATABLE: tuple[Rule, ...] = (
     ("eval.top_k", lambda r: r.eval.top_k > 0, f"{NO_FILTER} 0"),
     ("eval.top_p", lambda r: r.eval.top_p < 1, f"{NO_FILTER} 1"),
 )
-"""What would give a run with `repeatable: true` other bits the next time, on a device that is not a CPU."""
+"""Options that give a run with `repeatable: true` other bits the next time, on a device that is not a CPU."""
 
 
 def _drafts(recipe: Recipe) -> bool:

@@ -33,9 +33,9 @@ BUNDLED = Path(__file__).with_name("bundled")
 FOREIGN_NAMES = Path(__file__).with_name("foreign_names.yaml")
 """Name of an option in TRL, verl or OpenRLHF -> the key that does the same here, or a sentence."""
 MIN_LIKENESS = 0.75
-"""Of an unknown key and the known one that a message suggests."""
+"""Least likeness of an unknown key and the known one that a message suggests."""
 MEANT = r"did you mean `([\w.]+)`"
-"""Of a message about an unknown key; that the key it means is missing needs no line then."""
+"""The suggestion in a message about an unknown key; no second line says that the suggested key is missing."""
 MAX_PROBLEMS = 20
 """That a message lists."""
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
@@ -287,14 +287,14 @@ def _foreign_names() -> dict[str, str]:
 
 
 def keys_named(name: str) -> list[str]:
-    """Up to two keys of a recipe that end in this name, or do what another trainer's option of this name does."""
+    """Up to two keys of a recipe that end in this name, or do the same as another trainer's option of this name."""
     meant = _foreign_names().get(name, "")
     named = [key for key in fields_of(Recipe) if key.rpartition(".")[2] == name or key == meant]
     return sorted(named, key=lambda key: key.startswith(OTHER_MODELS))[:2]
 
 
 def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
-    """Name what another trainer's key is here, the nearest key of the section, or the section that has this key."""
+    """Name the key that replaces another trainer's, the nearest key of the section, or the section with this key."""
     if key in ABSENT:
         return ABSENT[key]
     section, _, name = key.rpartition(".")

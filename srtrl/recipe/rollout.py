@@ -1,11 +1,11 @@
-"""The sections of a recipe that decide what is sampled and how it is graded, and what all sections share."""
+"""The sections of a recipe about sampling and grading, and the base of all sections."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MAX_WIDTH = 65536
-"""Of slots, prompts of a step, samples of a prompt and tokens of a page: more would only take memory."""
+"""Limit of slots, prompts per step, samples per prompt and tokens per page: more would only take memory."""
 MIN_TEMPERATURE = 1e-6
 """Logits that are divided by less are not finite."""
 
@@ -68,7 +68,7 @@ class EnvironmentSection(Section):
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Maximum number of turns of the policy in a sample."""
     max_observation_tokens: int = Field(default=512, ge=16, le=1_000_000)
-    """Of a longer observation the middle is left out."""
+    """The middle of a longer observation is left out."""
 
 
 class DraftHeadSection(Section):
@@ -93,7 +93,7 @@ class RolloutSection(Section):
     num_samples: int = Field(ge=1, le=MAX_WIDTH)
     """Samples (responses) of each prompt: the group of GRPO."""
     mode: Literal["on_policy", "partial", "spec_rl"] = "on_policy"
-    """What a step learns from: samples of the policy that is updated, or also of earlier ones (docs/off_policy.md).
+    """A step learns from samples of the policy that is updated, or also of earlier ones (docs/off_policy.md).
 
     `partial`: the step ends when a share of its groups is complete, and the samples of the others go on in the next.
     `spec_rl`: a response begins with the part of the prompt's previous response that the policy accepts.

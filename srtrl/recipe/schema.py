@@ -358,7 +358,7 @@ class Recipe(Section):
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
     _home: Path = PrivateAttr(default_factory=Path.cwd)
-    """Where a relative `output_dir` is: a reward may change the current folder."""
+    """The folder of a relative `output_dir`: a reward may change the current folder."""
 
     @model_validator(mode="before")
     @classmethod

@@ -31,21 +31,21 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "srtrl",  # the same data gives the same bytes
 }
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#dc2626", "#0891b2", "#ca8a04", "#db2777", "#65a30d", "#64748b")
-"""Of lines; readable on a light and on a dark page."""
+"""Colours of lines; readable on a light and on a dark page."""
 MIN_SPAN = 0.1
-"""Of an axis, by its largest value: rounding errors do not look like a curve."""
+"""Least span of an axis, by its largest value: rounding errors do not look like a curve."""
 CREATOR = "srtrl"
 """In each picture, which is how `--out` knows one."""
 STAGES = (
     *("step", "rollout", "acceptance", "tools", "grading", "reference", "values", "critic", "update"),
     *("save_rollouts", "checkpoint", "eval"),
 )
-"""Of a training step, under `time/`; the first is the sum."""
+"""Stages of a training step, under `time/`; the first is the sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What to draw."""
+    """A chart to draw."""
 
     title: str
     unit: str

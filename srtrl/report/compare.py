@@ -75,7 +75,7 @@ class RunGroup:
     runs: "list[Run]"
     """By seed."""
     values: list[dict[int, float]]
-    """Of each run step -> metric, in order; step 0 is the policy before training."""
+    """For each run step -> metric, in order; step 0 is the policy before training."""
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from srtrl.report.runs import Run
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-"""Of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
+"""Exported files of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
 CARD = Path(__file__).with_name("model_card.md")
 """The text of a model card, with names in place of what differs."""
 

@@ -26,7 +26,7 @@ MARK = "· srtrl</title>"
 NUM_STEPS = 6
 """Steps of which samples are shown."""
 MAX_POINTS = 250
-"""Of a line, to look at under the pointer."""
+"""Points of a line that show their value under the pointer."""
 NUM_PER_OUTCOME = 3
 """Samples of a step and outcome that are shown."""
 
@@ -79,7 +79,7 @@ def render(run: Run) -> str:
 
 
 def _notices(run: Run) -> Iterator[str]:
-    """What a reader must know before believing the curves."""
+    """Notices that a reader needs before believing the curves."""
     if not run.is_finished:
         yield (
             f"This run has done {run.num_steps} of {run.recipe.train.num_steps} steps: it is still running, or it was "
@@ -153,7 +153,7 @@ def _decoded(run: Run) -> DecodedResponse | None:
 
 
 def _samples(run: Run) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-    """Of the first, the last and evenly spaced steps between: step, number of its samples, and some of each outcome.
+    """The first, the last and evenly spaced steps between: step, number of its samples, and some of each outcome.
 
     Those of a prompt that was shown before come first, so that a reader sees how its responses change.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from srtrl.report.runs import Run
 
 MAX_CHARACTERS = 2000
-"""Of a text in the terminal; --full shows all."""
+"""Characters of a text in the terminal; --full shows all."""
 NOT_TO_READ = {
     *("token_ids", "prompt_token_ids", "rollout_logprobs", "policy_versions"),
     *("segment_kinds", "segment_lengths", "segment_texts"),

@@ -26,7 +26,7 @@ FIGURES = (
     *("reward/mean", "data/epoch", "time/step"),
     *("engine/tokens", "engine/decode_steps", "engine/tokens_per_decode_step"),
 )
-"""What the row of a training step has at least."""
+"""Metrics that the row of each training step has."""
 NUM_LISTED = 8
 """How many prompts or steps a message lists."""
 

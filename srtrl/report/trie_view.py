@@ -90,7 +90,7 @@ class _LoggedReplay(Replay):
 
 
 class Guess(NamedTuple):
-    """What a drafter knows of a token that may come next."""
+    """A token that may come next, as a drafter knows it."""
 
     place: int
     """Tokens of the response before it."""
@@ -98,14 +98,14 @@ class Guess(NamedTuple):
     num_rollouts: int
     """Earlier rollouts that are equal before the token and have it; 0: known from shorter contexts."""
     noise: float
-    """Of the later rollout: what is added to the token's log p."""
+    """The later rollout's noise, which is added to the token's log p."""
     score: float
     """Chance of acceptance by counts and noise, before any trust is learned."""
     is_sampled: bool
 
 
 def find_fork(history: PromptHistory, decode: Decode) -> list[Guess]:
-    """What is drafted at one fork, the best first; nothing without a fork, or where the noise is not known.
+    """The guesses at one fork, the best first; empty without a fork, or if the noise is not known.
 
     It is the fork on the later rollout's path, in its first turn, where the second most frequent token has the most
     earlier rollouts. Rollouts on disk have no distributions of the policy: none is in the scores.
@@ -158,7 +158,7 @@ class DecodedResponse:
 
     @property
     def num_tokens(self) -> int:
-        """Of the response; observations of an environment are read, not decoded, and do not count."""
+        """Decoded tokens of the response; observations of an environment are read, and do not count."""
         return sum(map(len, self.pieces))
 
 

@@ -68,7 +68,7 @@ class Entry(TypedDict):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerState:
-    """What a run must know, beside the weights, to resume."""
+    """The state that a run needs, beside the weights, to resume."""
 
     step: int
     """Training steps done."""
@@ -116,7 +116,7 @@ def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
 
 
 def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
-    """What is not as it was written: a file of the checkpoint, or the rows of `metrics.jsonl` up to its step.
+    """Find a part that has changed: a file of the checkpoint, or the rows of `metrics.jsonl` up to its step.
 
     With `policy_only`, rows, optimizers and critic, which only training reads, are left out. None where all is well,
     and for the policy of an earlier version, which has another manifest or none.
@@ -233,7 +233,7 @@ def save_checkpoint(
 
     Raises:
         OSError: the disk is full or refuses, on any rank; earlier checkpoints are untouched.
-        ValueError: a rank does not see what another one writes.
+        ValueError: a rank does not see the files of another one.
     """
     final = folder / checkpoint_name(state.step)
     with _new_folder(final) as temporary:
@@ -343,7 +343,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def _read_record(checkpoint: Path) -> dict[str, Any]:
-    """What `state.json` holds, of any version of the layout."""
+    """The content of `state.json`, in any version of the layout."""
     file = checkpoint / STATE
     try:
         return dict(json.loads(file.read_bytes()))

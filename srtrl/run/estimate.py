@@ -1,4 +1,4 @@
-"""What a run takes, computed from a recipe before anything runs: seconds of a step, bytes to download and to keep.
+"""Time and space of a run, computed from a recipe before it runs: seconds of a step, bytes to download and to keep.
 
 Responses count with their maximum length; drafts, evaluations and what samples of a prompt share are left out.
 """
@@ -25,7 +25,7 @@ class Speed(NamedTuple):
     flops: float
     """Operations per second of an update."""
     bytes_per_second: float
-    """By which a decode step reads weights."""
+    """Rate at which a decode step reads weights."""
     overhead: float
     """Seconds of a decode step beside that."""
 
@@ -83,7 +83,7 @@ def describe_cost(recipe: Recipe, num_threads: int | None) -> list[str]:
 
 
 def describe_device(recipe: Recipe, model: Transformer) -> list[str]:
-    """The first lines of a run: its device and, of a large model on a CPU, what a step takes."""
+    """The first lines of a run: its device and, for a large model on a CPU, the seconds of a step."""
     if model.device.type == "cuda":
         return [f"device: {torch.cuda.get_device_name(model.device)}"]
     num_threads, num_parameters = torch.get_num_threads(), _num_parameters(model)

@@ -30,7 +30,7 @@ LOCKED_KEYS: tuple[str, ...] = (
     *("model.lora.rank", "model.lora.alpha", "model.lora.targets*"),
     *("critic", "task", "task.*", "data.order", "rewards", "rollout.environment*", "rollout.mode"),
 )
-"""Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
+"""Options, as patterns, that cannot change within a run: its start, its data, and their order."""
 
 ROLLOUT_SUFFIX = r"\.parquet"
 OBSERVATIONS = "observations"
@@ -46,7 +46,7 @@ class RunFolder:
 
     path: Path
     checkpoint: Path | None
-    """What to resume from; None starts from the recipe's model."""
+    """The checkpoint to resume from; None starts from the recipe's model."""
     log: MetricLog
     moved_to: Path | None = None
     """The folder that was here, where `overwrite` has renamed one."""

@@ -77,7 +77,7 @@ class Interrupt:
 
 
 def how_to_resume(checkpoints: Path) -> str:
-    """What a user can do after a run had to stop: the last checkpoint, and how to continue from it."""
+    """Advice after a run had to stop: the last checkpoint, and how to continue from it."""
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"

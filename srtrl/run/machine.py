@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MACHINE_FILE = "machine.txt"
 CPU_PART = re.compile(r", \d+ cores?(?:, MKL_CBWR=(\S*))?, torch ")
-"""Of a line about a processor, with the variable that says how torch's products are rounded (`srtrl/__init__.py`)."""
+"""End of a line about a processor, with the variable that decides how torch's products are rounded."""
 
 
 def choose_device(recipe: Recipe) -> torch.device:

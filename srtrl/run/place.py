@@ -1,4 +1,4 @@
-"""Where a run lives, and whether it may begin there: looked at before anything is loaded, so nothing imports torch."""
+"""The place of a run, and whether it may begin there: checked before anything is loaded, so nothing imports torch."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is not there, or has at most rows and what a run that was killed at its start leaves."""
+    """Whether a folder is not there, or has at most rows and the files of a run that was killed at its start."""
     if folder.is_symlink() or not folder.is_dir():
         return not os.path.lexists(folder)
     return all(

@@ -44,7 +44,7 @@ STYLES = {r"^step \S+  reward \S+": "bold", r"^gain: +\+.*": "green", r"^gain: +
 """Patterns in lines for people, and their styles on a terminal."""
 
 SHOWN_CHARACTERS = 500
-"""Of the first prompt, at the start of a run."""
+"""Characters of the first prompt that are shown at the start of a run."""
 
 
 class RunProgress:

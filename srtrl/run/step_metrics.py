@@ -158,7 +158,7 @@ def _num_pairs(lengths: Sequence[int], window: int | None) -> int:
 
 
 def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
-    """Operations of a policy update on these sequences, in all epochs; what the samples of a draw share counts once."""
+    """Operations of a policy update on these sequences, in all epochs; a common beginning of samples counts once."""
     from srtrl.rollout.packing import shared_tokens, sharing_order
 
     sequences = [sequences[index] for index in sharing_order(sequences)]
@@ -225,7 +225,7 @@ def has_graded(metrics: MetricRow) -> bool:
 
 
 def step_problems(metrics: MetricRow) -> str:
-    """What a reader must know about a training step, else nothing."""
+    """Problems of a training step that a reader must know; empty if there is none."""
     parts = []
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
@@ -296,7 +296,7 @@ def drafted_steps(steps: Sequence[MetricRow]) -> list[MetricRow]:
 
 
 def draft_figures(steps: Sequence[MetricRow]) -> dict[str, str]:
-    """What drafts save in these training steps, for people, exact but for the seconds; nothing where none was drafted.
+    """Savings of drafts in these training steps, for people, exact but for the seconds; empty if none was drafted.
 
     Steps of earlier versions have no `engine/drafting_seconds`.
     """

@@ -23,7 +23,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def numbered(folder: Path, suffix: str = "") -> list[Path]:
-    """What srtrl has named `step_000010` and a suffix (a pattern) in a folder, in the order of the steps."""
+    """Files that srtrl has named `step_000010` and a suffix (a pattern) in a folder, in the order of the steps."""
     name = re.compile(rf"step_(\d{{6}}|[1-9]\d{{6,}}){suffix}")
     return sorted((path for path in folder.glob("step_*") if name.fullmatch(path.name)), key=step_of)
 

@@ -1,4 +1,4 @@
-"""What trackers get beside the metrics: the recipe at the start, and at times a table of samples."""
+"""Records that trackers get beside the metrics: the recipe at the start, and at times a table of samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES_EVERY = 10
 NUM_SAMPLES = 8
 """Samples in a table: the first of as many prompts."""
 SAMPLE_COLUMNS = ("step", "prompt_id", "prompt", "text", "answer", "reward", "advantage", "outcome", "finish_reason")
-"""Of these samples, beside the parts of the reward."""
+"""Columns of these samples, beside the parts of the reward."""
 
 
 def check_trackers(log: LogSection) -> None:
@@ -59,7 +59,7 @@ def start_trackers(recipe: Recipe, *, step: int) -> list[GeneralTracker]:
             "name": os.environ.get("WANDB_NAME", recipe.name),
             "dir": os.environ.get("WANDB_DIR", str(recipe.folder)),
         },
-        "tensorboard": {"purge_step": step + 1},  # hides what a killed run logged after its checkpoint
+        "tensorboard": {"purge_step": step + 1},  # hides the rows that a killed run logged after its checkpoint
     }
     trackers = []
     for name in recipe.log.trackers:
