@@ -111,7 +111,7 @@ UNEVEN: dict[str, Any] = {
     "rewards": [{"name": "rank_runs:weight"}],
 }
 """Lengths that differ much."""
-RECOMPUTE = {"old_logprobs": "recompute", "importance_cap": 2.0}
+RECOMPUTE = {"old_logprobs": "recompute", "importance": {"mode": "token_truncate", "max": 2.0}}
 TOOLS: dict[str, Any] = {**UNEVEN, "rollout__environment": LEDGER}
 DYNAMIC: dict[str, Any] = {
     "algorithm": {**RECOMPUTE, "filters": ["test_promises:is_kept"]},

@@ -104,8 +104,13 @@ RULES: tuple[Rule, ...] = (
         "would drop every group: a group of rollout.num_samples 1 is always uniform",
     ),
     (
-        "algorithm.importance_cap",
-        lambda r: r.algorithm.importance_cap is not None and r.algorithm.old_logprobs == "rollout",
+        "algorithm.importance.mode",
+        lambda r: r.importance_mode != "none" and r.algorithm.loss == "dppo",
+        "the loss dppo takes the ratio to the decoder's probability itself: expected none",
+    ),
+    (
+        "algorithm.importance.mode",
+        lambda r: r.algorithm.importance.mode not in ("auto", "none") and r.algorithm.old_logprobs == "rollout",
         "compares the trainer's old log-probs with the decoder's, but algorithm.old_logprobs is rollout "
         "(the decoder's): set algorithm.old_logprobs=recompute",
     ),
