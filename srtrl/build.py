@@ -34,6 +34,7 @@ from srtrl.features.lora import LoraAdamW
 from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import RankShare
+from srtrl.features.teacher import check_scores, check_vocabulary, teach
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
@@ -135,12 +136,13 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         shard_model(policy, recipe)
         optimizer = make_policy_optimizer(policy, recipe)
         reference = build_reference(recipe, policy, device)
+        teacher = build_teacher(recipe, tokenizer, device)
         model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_lora or reference is not None)
         draft_head = build_draft_head(recipe, policy)
         critic = build_critic(recipe, checkpoint, device)
     unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
-        columns = build_columns(recipe, policy, optimizer, reference, critic)
+        columns = build_columns(recipe, policy, optimizer, reference, teacher, critic)
         observers = [] if draft_head is None else [draft_head]
         policy_learner = PolicyLearner(policy, optimizer, recipe, observers)
         learners: list[Learner] = [*([] if critic is None else [critic]), policy_learner]
@@ -162,7 +164,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             turns=turns,
             share=choose_share(),
         )
-        credit = CreditAssigner(recipe) if recipe.rollout.mode == "on_policy" else CreditAssigner(recipe, age_metrics)
+        credit = build_credit(recipe)
         return Parts(
             context=context,
             task=task,
@@ -286,6 +288,23 @@ def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -
     return reference
 
 
+def build_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Transformer | None:
+    """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one.
+
+    Raises:
+        ValueError: its vocabulary is not the policy's, or its scores are no numbers that repeat.
+    """
+    section = recipe.algorithm.teacher
+    if section is None:
+        return None
+    check_vocabulary(tokenizer, load_tokenizer(section.path))
+    teacher = build_policy(recipe, section.path, device).requires_grad_(False)
+    check_packed_attention(device, DTYPES[recipe.model.dtype], teacher.config.head_dim)
+    check_scores(teacher)
+    shard_model(teacher, recipe)
+    return teacher
+
+
 def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Critic | None:
     """The critic with a fresh optimizer, or None where the recipe has none.
 
@@ -305,17 +324,31 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) 
 
 
 def build_columns(
-    recipe: Recipe, policy: Transformer, optimizer: MasterAdamW, reference: Transformer | None, critic: Critic | None
+    recipe: Recipe,
+    policy: Transformer,
+    optimizer: MasterAdamW,
+    reference: Transformer | None,
+    teacher: Transformer | None,
+    critic: Critic | None,
 ) -> list[Column]:
-    """What passes compute before credit is assigned: the reference's log-probs, the policy's, and values."""
+    """What passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
     columns, temperature = [], recipe.rollout.temperature
     if reference is not None:
         columns.append(logprobs_column("reference", "ref_logprobs", reference, temperature, optimizer.base_weights))
+    if teacher is not None:
+        columns.append(logprobs_column("teacher", "teacher_logprobs", teacher, temperature))
     if recipe.algorithm.old_logprobs == "recompute":
         columns.append(logprobs_column("old_logprobs", "old_logprobs", policy, temperature))
     if critic is not None:
         columns.append(values_column(critic.model))
     return columns
+
+
+def build_credit(recipe: Recipe) -> CreditAssigner:
+    """What assigns credit, with the metrics of ages where tokens have some, and with what a teacher adds."""
+    describe = (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics
+    section = recipe.algorithm.teacher
+    return CreditAssigner(recipe, describe, None if section is None else partial(teach, section))
 
 
 def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:

@@ -77,7 +77,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "eval__num_samples": NUM_EVAL_SAMPLES,
         "train__num_steps": 2,
     },
-    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {"rank": 4}},
+    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {"rank": 4}}
+    | {"algorithm__teacher": {"coefficient": 0.5}},
     "turns": {
         "rollout__environment": HOSTILE,
         "rollout__max_new_tokens": 32,

@@ -135,6 +135,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "partial": PARTIAL,
     "spec_rl": SPEC_RL,
     "lora": {"model__lora": {"rank": 4}},
+    "teacher": {"algorithm": {"teacher": {"coefficient": 0.3}}},  # the policy at its start
     "head": HEAD,
 }
 """Four steps; ten prompts, 4 in a step: in the third some come again, with history."""
@@ -204,6 +205,7 @@ DEFAULT = {
     ("spec_rl", "few pages"),
     ("spec_rl", "two ranks"),
     ("lora", "killed in the update"),
+    ("teacher", "killed in the update"),
     ("head", "no drafts"),
     ("ppo", "two sharded ranks"),
 }

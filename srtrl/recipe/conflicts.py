@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "rollout.num_samples",
-        lambda r: r.rollout.num_samples == 1 and r.algorithm.advantage in GROUP_ADVANTAGES,
+        lambda r: r.rollout.num_samples == 1 and r.algorithm.advantage in GROUP_ADVANTAGES and not r.teaches_alone,
         "expected at least 2 with algorithm.advantage {algorithm.advantage} (a group of one has no advantage)",
     ),
     (
@@ -118,6 +118,27 @@ RULES: tuple[Rule, ...] = (
         "algorithm.old_logprobs",
         lambda r: r.rollout.mode != "on_policy" and r.algorithm.old_logprobs == "rollout",
         "some log-probs of the decoder are of earlier policies with rollout.mode {rollout.mode}: expected recompute",
+    ),
+    (
+        "algorithm.teacher",
+        lambda r: r.algorithm.teacher and r.critic,
+        "changes advantages that a critic does not know: expected no critic, or no teacher",
+    ),
+    (
+        "algorithm.loss",
+        lambda r: r.algorithm.teacher and r.algorithm.loss == "gspo",
+        "gspo needs one advantage per response, and a teacher gives one per token: expected gspo_token",
+    ),
+    (
+        "algorithm.filters",
+        lambda r: r.teaches_alone and r.algorithm.filters,
+        "drop groups by their rewards (rollout.dynamic_sampling draws others), but a teacher alone, with rewards of "
+        "weight 0, teaches all of them: expected none",
+    ),
+    (
+        "algorithm.kl.placement",
+        lambda r: r.teaches_alone and r.algorithm.kl.coefficient and r.algorithm.kl.placement == "reward",
+        "with a teacher alone, rewards have the weight 0: expected loss",
     ),
     (
         "algorithm.kl.estimator",

@@ -94,6 +94,18 @@ class ImportanceSection(Section):
     """Smallest ratio."""
 
 
+class TeacherSection(Section):
+    """On-policy distillation: a frozen teacher scores what the policy samples (docs/algorithms/distillation.md)."""
+
+    path: str
+    """The teacher: as `model.path`, with the policy's vocabulary."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """This times (log-prob by the teacher - log-prob by the policy) is added to a token's advantage. For the teacher
+    alone give all rewards the weight 0."""
+    clip: float | None = Field(default=None, gt=0)
+    """Maximum size of that difference, in nats; by default none."""
+
+
 class AlgorithmSection(Section):
     """From rewards to a gradient."""
 
@@ -131,6 +143,8 @@ class AlgorithmSection(Section):
     token than this (OPSM)."""
     drift: float = Field(default=0.0, ge=0)
     """Weight of a token's squared log-ratio to the decoder's probability, added to its loss (prime-rl: 1e-3)."""
+    teacher: TeacherSection | None = None
+    """A teacher whose scores are added to the advantages, after whitening; none by default."""
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     filter_options: dict[str, Any] = Field(default_factory=dict)
@@ -359,6 +373,11 @@ class Recipe(Section):
         is_weighed = self.rollout.mode != "on_policy" and algorithm.loss != "dppo"  # its own ratio is to the decoder
         default = "token_mask" if is_weighed else "none"
         return default if algorithm.importance.mode == "auto" else algorithm.importance.mode
+
+    @property
+    def teaches_alone(self) -> bool:
+        """Whether only a teacher says what is good: all rewards have the weight 0."""
+        return self.algorithm.teacher is not None and all(reward.weight == 0 for reward in self.rewards)
 
     @property
     def policy_updates(self) -> UpdatePlan:

@@ -109,6 +109,7 @@ CHARTS = {
     "Update": (
         Chart("Loss", "loss", ["loss"], "Not a measure of progress.", includes=(-1e-3, 1e-3)),
         Chart("KL to the reference", "nats per token", ["kl/ref"], "How far the policy has moved from its start."),
+        Chart("Gap to the teacher", "nats per token", ["teacher/gap"], "An estimate of KL(policy, teacher)."),
         Chart("Entropy", "nats per token", ["entropy"], "Near zero the policy hardly explores any more."),
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
         Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder."),

@@ -233,7 +233,7 @@ def logprobs_column(
     temperature: float,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Column:
-    """The log-probs of the response tokens by a model, as `ref_logprobs` or `old_logprobs`; see `Column`."""
+    """The log-probs of the response tokens by a model, as a field such as `ref_logprobs`; see `Column`."""
     return Column(
         stage=stage,
         field=field,
