@@ -32,12 +32,12 @@ from srtrl.build import PREFILL_TOKENS, build_runner
 from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.step_inputs import StepInputs
 from srtrl.engine.warm_up import compile_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.run.machine import describe_machine

@@ -57,13 +57,13 @@ from srtrl.features.off_policy import PartialDraws, accept_prefixes
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.folders import locate
 from srtrl.model.noise import make_rng_key
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout import packing
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
-from srtrl.rollout.turns import Turns
-from srtrl.run.metrics import update_flops
+from srtrl.rollout.one_turn import OneTurn
+from srtrl.run.step_metrics import update_flops
 from srtrl.tasks.arithmetic import is_correct
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
@@ -141,8 +141,8 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
         policy.head_weight.mul_(HEAD)
     cost = StepCost(points=[(n, seconds_of(n)) for n in (1, 129, 256, 512, 1024, 2048, MAX_ROWS)])
     drafter = SrtDrafter() if drafts else None
-    background = partial(RunAhead, max_slowdown=0.03) if runs_ahead else None
-    engine = PricedEngine(policy, EngineOptions(slots=256), drafter=drafter, cost=cost, background=background)
+    run_ahead = partial(RunAhead, max_slowdown=0.03) if runs_ahead else None
+    engine = PricedEngine(policy, EngineOptions(slots=256), drafter=drafter, cost=cost, run_ahead=run_ahead)
     context = UpdateContext(recipe=make_recipe(Path("none"), Path("none"), train__micro_batch_tokens=8192), step=1)
     noise, new, totals = torch.Generator().manual_seed(0), count(), np.zeros(3)
     earlier: dict[SampleKey, Response] = {}
@@ -159,9 +159,9 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
         )
         shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seed": 0, "purpose": "train", "policy_version": step}
         with Grader(Ungraded(), [RewardSection(name="figures:no_reward")], GradingSection(), 1) as grader:  # type: ignore[arg-type]
-            collector = LogNormal(grader, Turns(TOKENIZER), sampling=SamplingParams(max_new_tokens=1), **shared)
+            collector = LogNormal(grader, OneTurn(TOKENIZER), sampling=SamplingParams(max_new_tokens=1), **shared)
             collector.num_known = num_known
-            engine.add_background(collector.requests(ahead))
+            engine.add_run_aheads(collector.requests(ahead))
             fixed = FixedDraws(draws)
             if mode == "partial":
                 collector.prefixes = earlier

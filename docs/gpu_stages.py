@@ -75,7 +75,7 @@ def random_policy(device: str, num_layers: int) -> Any:
     import torch
 
     from srtrl.model.hf_config import config_from_hf
-    from srtrl.model.shapes import SHAPES
+    from srtrl.model.published_shapes import SHAPES
     from srtrl.model.weights import init_model
 
     shape = SHAPES["qwen2.5-1.5b"] | {"num_hidden_layers": num_layers}
@@ -265,7 +265,7 @@ def update(device: str) -> list[Row]:
     """Arithmetic per second of the update's gradients, beside that of large products."""
     import torch
 
-    from srtrl.run.metrics import model_flops
+    from srtrl.run.step_metrics import model_flops
 
     rows, length = [], 1024 if device == "cuda" else 16
     policy, work = random_policy(device, 28), update_of(device, length)
@@ -497,7 +497,7 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int, *others: str) -> 
     from srtrl.metrics import read_metrics
     from srtrl.model.folders import load_tokenizer
     from srtrl.model.hf_config import config_from_hf
-    from srtrl.model.shapes import SHAPES
+    from srtrl.model.published_shapes import SHAPES
     from srtrl.model.weights import init_model
     from srtrl.planner import DEFAULT_GPU_GIB, MAX_SHARE, find_config
     from srtrl.recipe.file import load_recipe

@@ -51,15 +51,15 @@ from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.cuda.shapes import padded_rows
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost
-from srtrl.engine.rows import StepInputs, StepSize
 from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
+from srtrl.engine.step_inputs import StepInputs, StepSize
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_cuda import CudaGuesses
 from srtrl.features.head_drafter import HeadDrafter
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import freeze_gc
 from srtrl.types import TopTokens
@@ -103,7 +103,7 @@ class HostRunner(CudaRunner):
         """No step is launched yet."""
         super().__init__(policy, options, max_sequence_tokens)
         self._results = PinnedCopy(self._results.host.numel(), torch.device("cpu"))  # what can be copied back
-        self._known = {shape.graph_key for shape in self.planner.graph_shapes()}
+        self._known = set(self.planner.graph_shapes())
         self.launched: list[tuple[int, bool]] = []
         """Of each step its rows, with padding, and whether it is a captured one on a device."""
         self.compute = lambda step: None
@@ -113,7 +113,7 @@ class HostRunner(CudaRunner):
         inputs = super().inputs_for(size)
         assert self._step is not None
         shape = self._step.shape
-        self.launched.append((shape.step.num_rows, shape.graph_key in self._known))
+        self.launched.append((shape.step.num_rows, shape in self._known))
         return inputs
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:

@@ -35,7 +35,7 @@ from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_cuda import CudaGuesses
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import Slopes
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
 
 SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}

@@ -23,9 +23,9 @@ from triton.runtime.jit import JITFunction
 from srtrl.cuda.update import FusedSoftmax, fuse_update
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
-from srtrl.run.metrics import model_flops
+from srtrl.run.step_metrics import model_flops
 
 LENGTHS, PROMPT = [1024] * 16, 128
 """A micro-batch of grpo_math: tokens of each sequence, and of its prompt."""

@@ -14,8 +14,8 @@ from typing import Any, Unpack
 
 from srtrl.build import run_training
 from srtrl.checks import build_checked
+from srtrl.files import write_atomic
 from srtrl.generation import Generated, generate
-from srtrl.metrics import write_atomic
 from srtrl.recipe.file import Overrides, Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON, Caught

@@ -1,62 +1,57 @@
-"""From a recipe to the parts of a run: the one place that says which of `features/` a recipe has."""
+"""From a recipe to the parts of a run: with `build_models.py` the place that says which of `features/` a recipe has."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
-import torch
 
 from srtrl import ranks
 from srtrl.cuda.compiler import check_triton
-from srtrl.cuda.flash import use_flash
 from srtrl.drafters.base import DrafterBase, resolve_drafter
-from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
+from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.engine.warm_up import compile_kernels
 from srtrl.environments.turns import EnvironmentTurns
-from srtrl.features.adapters import load_policy, read_adapter
-from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model, values_column
+from srtrl.features.critic import values_column
 from srtrl.features.draft_head import DraftHead
-from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
-from srtrl.features.lora import LoraAdamW
 from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
-from srtrl.features.sharing import RankShare
-from srtrl.features.teacher import check_scores, check_vocabulary, teach
-from srtrl.model.attention import check_packed_attention
+from srtrl.features.sharing import SeveralRanks
+from srtrl.features.teacher import teach
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.folders import base_name, end_token_ids, find_adapter, load_tokenizer, locate
-from srtrl.ranks.sharding import shard, unshard
-from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import LoraSection, Recipe
-from srtrl.rollout.share import Share
-from srtrl.rollout.turns import Turns
+from srtrl.model.folders import end_token_ids, load_tokenizer
+from srtrl.ranks.sharding import unshard
+from srtrl.recipe.conflicts import find_conflicts
+from srtrl.recipe.file import Problem, RecipeError, validate_section
+from srtrl.recipe.schema import STATIC_ORDERS, Recipe
+from srtrl.rollout.one_rank import OneRank
+from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
 from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
 from srtrl.run.place import StartFlags, TrainingResult
-from srtrl.run.repeatable import fix_workspace
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
-from srtrl.tasks.grading import Grader
+from srtrl.tasks.grading import make_grader
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
-from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
-from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import Column
 from srtrl.trainer.sampling import RolloutContext, Sampler
 from srtrl.trainer.trainer import Parts, Trainer, seed_generators
@@ -66,9 +61,10 @@ if TYPE_CHECKING:
 
     from srtrl.model.transformer import Transformer
 
+from srtrl.build_models import Models, load_models
+
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_SLOTS = 64
 """`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -103,7 +99,7 @@ def run_training(
     flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
     with ranks.open_ranks(), Trainer(build_parts(recipe, **flags), on_step=on_step) as trainer:
         trainer.train()
-        interrupted = trainer.step < recipe.train.num_steps
+        interrupted = trainer.step < trainer.recipe.train.num_steps
         return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
@@ -117,6 +113,8 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     Raises:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
+    with ranks.synchronized("counting the training prompts"):
+        recipe = with_num_steps(recipe)
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
     device = choose_device(recipe)
     set_cpu_threads(recipe.num_threads, device=device.type)
@@ -128,58 +126,57 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
-        if recipe.repeatable and device.type == "cuda":
-            fix_workspace()
-        is_lora = recipe.model.lora is not None  # then the optimizer's state makes the policy of the base model
-        first = locate(recipe.model.path) if is_lora else checkpoint or recipe.model.path
-        policy = build_policy(recipe, str(first), device)
-        shard_model(policy, recipe)
-        optimizer = make_policy_optimizer(policy, recipe)
-        reference = build_reference(recipe, policy, device)
-        teacher = build_teacher(recipe, tokenizer, device)
-        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=is_lora or reference is not None)
-        draft_head = build_draft_head(recipe, policy)
-        critic = build_critic(recipe, checkpoint, device)
-    unshard(policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
+        models = load_models(recipe, checkpoint, device)
+        uses_first = recipe.model.lora is not None or models.reference is not None
+        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=uses_first)
+    unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
-        columns = build_columns(recipe, policy, optimizer, reference, teacher, critic)
-        observers = [] if draft_head is None else [draft_head]
-        policy_learner = PolicyLearner(policy, optimizer, recipe, observers)
-        learners: list[Learner] = [*([] if critic is None else [critic]), policy_learner]
-        # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
-        # One model learns after the other.
-        reserved_bytes = max(learner.optimizer.gradient_bytes for learner in learners)
-        head = None
-        if draft_head is not None:
-            head = draft_head.head
-            reserved_bytes += draft_head.optimizer.gradient_bytes
-            head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
-        engine = build_engine(recipe, policy, tokenizer, reserved_bytes=reserved_bytes, draft_head=head)
+        observers = [] if models.draft_head is None else [models.draft_head]
+        policy_learner = PolicyLearner(models.policy, models.optimizer, recipe, observers)
+        engine = build_training_engine(recipe, models, tokenizer, task)
         context = RolloutContext(
             recipe=recipe,
             engine=engine,
-            grader=Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
+            grader=make_grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
             tokenizer=tokenizer,
             end_ids=end_ids,
             turns=turns,
-            share=choose_share(),
+            ranks=choose_ranks(),
         )
         credit = build_credit(recipe)
         return Parts(
             context=context,
             task=task,
-            sampler=build_sampler(context, task, credit),
+            sampler=build_sampler(context, task, credit, build_order(recipe, task)),
             credit=credit,
-            columns=columns,
-            learners=learners,
+            columns=build_columns(recipe, models),
+            learners=[policy_learner] if models.critic is None else [models.critic, policy_learner],
             policy=policy_learner,
-            saved=[PolicyFiles(model=policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
+            saved=[PolicyFiles(model=models.policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
             flags=flags,
             checkpoint=checkpoint,
             changes=changes,
         )
+
+
+def with_num_steps(recipe: Recipe) -> Recipe:
+    """The recipe with `train.num_passes` turned into `train.num_steps`: the training prompts are loaded and counted.
+
+    Raises:
+        ValueError: a mistake in the data, or a value that does not go with this number.
+    """
+    if (num_passes := recipe.train.num_passes) is None:
+        return recipe
+    tokenizer = build_tokenizer(recipe)
+    task = load_task(recipe, tokenizer, tools=build_turns(recipe, tokenizer).tools)
+    num_steps = ceil(Fraction(str(num_passes)) * len(task.train_prompts) / recipe.rollout.num_prompts)
+    train = recipe.train.model_copy(update={"num_steps": num_steps, "num_passes": None})
+    counted = recipe.model_copy(update={"train": train})
+    if conflicts := [Problem(*conflict) for conflict in find_conflicts(counted)]:
+        raise RecipeError(*conflicts)
+    return counted
 
 
 def _check_start(recipe: Recipe, flags: StartFlags) -> tuple[list[str], Path | None]:
@@ -196,175 +193,66 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return load_tokenizer(recipe.model.tokenizer or recipe.model.path)
 
 
-def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
-    """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
-    model = load_policy(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    set_update(model, recipe)
-    return model
-
-
-def set_update(model: Transformer, recipe: Recipe) -> None:
-    """How a model that was loaded is updated: as the recipe says, on a CUDA device with kernels of its own.
-
-    Raises:
-        ValueError: as `check_triton`.
-    """
-    model.gradient_checkpointing = recipe.model.gradient_checkpointing
-    if model.device.type == "cuda":
-        check_triton()
-        from srtrl.cuda.update import fuse_update
-
-        fuse_update(model)
-
-
-def choose_share() -> Share:
+def choose_ranks() -> OneRank:
     """What this process takes of each rollout: with one rank all of it."""
-    return RankShare() if ranks.count() > 1 else Share()
+    return SeveralRanks() if ranks.count() > 1 else OneRank()
 
 
-def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
-    """Shard a model where `train.sharding` asks for it, before its optimizer is made; all ranks call this.
-
-    Raises:
-        ValueError: there is one process only.
-    """
-    if recipe.train.sharding == "fsdp2":
-        if ranks.count() == 1:
-            raise ValueError(
-                "train.sharding: fsdp2 shares the weights among several processes, found one: start with torchrun, "
-                "or leave train.sharding out"
-            )
-        shard(model)
-
-
-def make_optimizer(
-    model: Transformer | ValueModel,
-    recipe: Recipe,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    lora: LoraSection | None = None,
-) -> MasterAdamW:
-    """AdamW with this learning rate and weight decay, for all weights or for `lora`; the rest is `train`'s.
-
-    Raises:
-        ValueError: the update's attention cannot run on the model's device in its type.
-    """
-    body = model.body if isinstance(model, ValueModel) else model
-    check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
-    use_flash(recipe.train.attention, body.device, DTYPES[recipe.model.dtype], body.config)
-    options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
-    if lora is None:
-        return build_optimizer(model, learning_rate=learning_rate, **options)
-    base = base_name(recipe.model.path)
-    optimizer = LoraAdamW(body, lora, seed=recipe.seed, base=base, lr=learning_rate, **options)
-    if (folder := find_adapter(recipe.model.path)) is not None:
-        optimizer.start_from(read_adapter(folder))
-    return optimizer
-
-
-def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> MasterAdamW:
-    """The policy's optimizer; with `model.lora` that of A and B, which start from the adapter at `model.path`, if any.
-
-    Raises:
-        ValueError: as `make_optimizer`, or that adapter is not what `model.lora` says.
-    """
-    rates = {"learning_rate": recipe.train.learning_rate, "weight_decay": recipe.train.weight_decay}
-    return make_optimizer(policy, recipe, **rates, lora=recipe.model.lora)
-
-
-def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -> Transformer | None:
-    """The frozen reference policy, or None where the KL coefficient is 0.
-
-    It is a second set of weights in memory; with LoRA it is the policy itself, inside `LoraAdamW.base_weights`.
-    """
-    if recipe.algorithm.kl.coefficient == 0:
-        return None
-    if recipe.model.lora is not None:
-        return policy
-    # Its log-probs are compared with the policy's: the same rounding.
-    reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
-    shard_model(reference, recipe)
-    return reference
-
-
-def build_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Transformer | None:
-    """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one.
-
-    Raises:
-        ValueError: its vocabulary is not the policy's, or its scores are no numbers that repeat.
-    """
-    section = recipe.algorithm.teacher
-    if section is None:
-        return None
-    check_vocabulary(tokenizer, load_tokenizer(section.path))
-    teacher = build_policy(recipe, section.path, device).requires_grad_(False)
-    check_packed_attention(device, DTYPES[recipe.model.dtype], teacher.config.head_dim)
-    check_scores(teacher)
-    shard_model(teacher, recipe)
-    return teacher
-
-
-def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Critic | None:
-    """The critic with a fresh optimizer, or None where the recipe has none.
-
-    Its weights are those of the checkpoint, else of `model.path`; a folder without a value head gets one that is zero.
-    """
-    section = recipe.critic
-    if section is None:
-        return None
-    path = recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
-    model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    set_update(model.body, recipe)
-    shard_model(model, recipe)
-    optimizer = make_optimizer(
-        model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
-    )
-    return Critic(model, optimizer, recipe)
-
-
-def build_columns(
-    recipe: Recipe,
-    policy: Transformer,
-    optimizer: MasterAdamW,
-    reference: Transformer | None,
-    teacher: Transformer | None,
-    critic: Critic | None,
-) -> list[Column]:
+def build_columns(recipe: Recipe, models: Models) -> list[Column]:
     """What passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
     columns, temperature = [], recipe.rollout.temperature
-    if reference is not None:
-        columns.append(logprobs_column("reference", "ref_logprobs", reference, temperature, optimizer.base_weights))
-    if teacher is not None:
-        columns.append(logprobs_column("teacher", "teacher_logprobs", teacher, temperature))
+    if models.reference is not None:
+        base_weights = models.optimizer.base_weights
+        columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, base_weights))
+    if models.teacher is not None:
+        columns.append(logprobs_column("teacher", "teacher_logprobs", models.teacher, temperature))
     if recipe.algorithm.old_logprobs == "recompute":
-        columns.append(logprobs_column("old_logprobs", "old_logprobs", policy, temperature))
-    if critic is not None:
-        columns.append(values_column(critic.model))
+        columns.append(logprobs_column("old_logprobs", "old_logprobs", models.policy, temperature))
+    if models.critic is not None:
+        columns.append(values_column(models.critic.model))
     return columns
 
 
 def build_credit(recipe: Recipe) -> CreditAssigner:
     """What assigns credit, with the metrics of ages where tokens have some, and with what a teacher adds."""
-    describe = (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics
     section = recipe.algorithm.teacher
-    return CreditAssigner(recipe, describe, None if section is None else partial(teach, section))
+    return CreditAssigner(
+        recipe,
+        (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics,
+        None if section is None else partial(teach, section),
+    )
 
 
-def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
-    """What takes the groups of a step, by `rollout.mode`."""
+def build_order(recipe: Recipe, task: TaskBase) -> Order:
+    """Which training prompt is drawn when, by `data.order`.
+
+    Raises:
+        ValueError: there are no prompts, no such order, or it returns what is no order.
+    """
+    name = recipe.data.order
+    if name in STATIC_ORDERS:
+        return task.order(recipe.seed, is_shuffled=name == "shuffled")
+    from srtrl.features.data_order import StatisticsOrder
+
+    return StatisticsOrder(name, len(task.train_prompts), recipe.seed)
+
+
+def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order) -> Sampler:
+    """The sampler of `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
-    return samplers[context.recipe.rollout.mode](context, task, credit)
+    return samplers[context.recipe.rollout.mode](context, task, credit, order)
 
 
-def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
-    """The draft head with a fresh optimizer, or None where the recipe has none."""
-    section = recipe.rollout.draft_head
-    if section is None:
-        return None
-    dtype = DTYPES[recipe.model.dtype]
-    head = DraftHead(policy, dtype, vocabulary=section.vocabulary, seed=recipe.seed)
-    return DraftHeadLearner(head, policy, recipe)
+def build_training_engine(recipe: Recipe, models: Models, tokenizer: PreTrainedTokenizerBase, task: TaskBase) -> Engine:
+    """The decoder of a run, made after all that takes memory for good: on CUDA it takes its share of the rest."""
+    optimizers = [models.optimizer] if models.critic is None else [models.optimizer, models.critic.optimizer]
+    reserved_bytes = max(optimizer.gradient_bytes for optimizer in optimizers)  # these models learn in turn
+    head = None
+    if models.draft_head is not None:
+        head = models.draft_head.head
+        reserved_bytes += models.draft_head.optimizer.gradient_bytes
+        head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
+    return build_engine(recipe, models.policy, tokenizer, reserved_bytes=reserved_bytes, draft_head=head)
 
 
 def build_engine(
@@ -417,7 +305,7 @@ def build_engine(
         runner=runner,
         cost=cost,
         compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
-        background=build_background(recipe, drafter),
+        run_ahead=build_run_ahead(recipe, drafter),
     )
 
 
@@ -470,22 +358,22 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
         ValueError: unknown, no drafter, or an option of it is wrong.
     """
     drafter_class = resolve_drafter("rollout.drafter", recipe.rollout.drafter)
-    given = dict(recipe.rollout.drafter_options)
-    return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
+    options = dict(recipe.rollout.drafter_options)
+    return drafter_class(validate_section(drafter_class.Options, options, "rollout.drafter_options"))
 
 
-def build_background(
+def build_run_ahead(
     recipe: Recipe, drafter: DrafterBase
-) -> Callable[[Batch, StepCost, DrafterBase], Background] | None:
-    """What makes the engine's background: run-aheads, where they are allowed and the drafter drafts from them."""
+) -> Callable[[Batch, StepCost, DrafterBase], NoRunAhead] | None:
+    """The constructor of the engine's run-ahead, where it is allowed and the drafter drafts from it; else None."""
     slowdown = recipe.rollout.run_ahead_max_slowdown
     if slowdown is None or recipe.rollout.draft_budget == 0 or not drafter.uses_texts:
         return None
     return partial(RunAhead, max_slowdown=slowdown)
 
 
-def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> Turns:
-    """What follows where a sample's turn ends: the environment that the recipe names answers, or the sample's end.
+def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> OneTurn:
+    """The environment that the recipe names, which answers where a turn ends; `OneTurn` where it names none.
 
     `record_folder`: see `EnvironmentTurns`.
 
@@ -493,7 +381,7 @@ def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folde
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
     """
     environment = recipe.rollout.environment
-    return Turns(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer, record_folder)
+    return OneTurn(tokenizer) if environment is None else EnvironmentTurns(environment, tokenizer, record_folder)
 
 
 def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

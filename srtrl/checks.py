@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.recipe.schema import AlgorithmSection, EnvironmentSection, Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, AlgorithmSection, EnvironmentSection, Recipe
 from srtrl.resolve import Caught, check_call, declared, describe_error, describe_value, resolve_part, restore_process
 
 OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
@@ -46,8 +46,8 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
         raise source.located(RecipeError(*problems)) if source else RecipeError(*problems)
 
 
-def check_data(recipe: Recipe) -> None:
-    """Load the task as training will, where that needs no network.
+def check_data(recipe: Recipe) -> Recipe:
+    """Load the task as training will, where that needs no network; the recipe with its number of steps.
 
     Raises:
         ValueError: what training would refuse.
@@ -56,17 +56,17 @@ def check_data(recipe: Recipe) -> None:
     from srtrl.model.folders import is_local
     from srtrl.tasks.base import load_task, needs_network
     from srtrl.trainer.evaluate import training_evals
-    from srtrl.trainer.sampling import DataOrder
 
     paths = [recipe.model.path, recipe.model.tokenizer or recipe.model.path]
     makes_model = recipe.warm_start is not None and recipe.warm_start.architecture is not None
     if makes_model or not all(map(is_local, paths)) or needs_network(recipe.task):
-        return
+        return recipe
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
     task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
-    DataOrder(len(task.train_prompts), recipe.seed)
+    build.build_order(recipe, task)
     training_evals(task, recipe)
+    return build.with_num_steps(recipe)
 
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -82,6 +82,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "algorithm.filter_options", partial(_check_filter_options, recipe.algorithm)
     yield "rewards", partial(resolve_rewards, recipe.rewards)
     yield "task.name", partial(check_task, recipe)
+    if recipe.data.order not in STATIC_ORDERS:
+        yield "data.order", partial(resolve_part, "data.order", recipe.data.order)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     if recipe.algorithm.teacher is not None:
         yield "algorithm.teacher.path", partial(_check_teacher, recipe, recipe.algorithm.teacher.path)

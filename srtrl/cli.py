@@ -145,12 +145,13 @@ def train(
     loaded = build_recipe(source)
     check_place(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():  # torch takes seconds
-        steps = f"{loaded.train.num_steps} steps"
+        passes = loaded.train.num_passes
+        steps = f"{loaded.train.num_steps} steps" if passes is None else f"{passes:g} passes over the prompts"
         print(f"{recipe}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
     check_recipe(loaded, source)
     from srtrl.build import run_training
     from srtrl.metrics import read_metrics
-    from srtrl.run.metrics import run_figures
+    from srtrl.run.step_metrics import run_figures
 
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if is_main_process():
@@ -263,7 +264,7 @@ def show_config(
     resolved = build_recipe(source)
     if check:
         build_checked(source, warm_start=resolved.warm_start is not None)
-        check_data(resolved)
+        resolved = check_data(resolved)
     text = resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved).rstrip()
     if as_yaml or as_json or not check:
         print(text)

@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from srtrl.build import DTYPES, build_draft_head, number_of_slots
+from srtrl.build import number_of_slots
+from srtrl.build_models import DTYPES, build_draft_head
 from srtrl.cuda.flash import choose_flash
 from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
@@ -29,7 +30,7 @@ from srtrl.features.lora import LoraAdamW
 from srtrl.model.folders import is_local
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import Softmax, token_logprobs
-from srtrl.model.shapes import published_shape
+from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Layer, ModelConfig, Style, Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
@@ -275,7 +276,7 @@ def _checked(recipe: Recipe) -> str:
 def find_config(path: str) -> tuple[ModelConfig, str]:
     """The shape of a model, without its weights, and what to say of where it is from.
 
-    The shapes of `srtrl.model.shapes` need no network; of another model on the hub only `config.json` is downloaded.
+    The shapes of `srtrl.model.published_shapes` need no network; of another hub model only `config.json` is downloaded.
 
     Raises:
         ValueError: there is no such model, or it is not supported.
@@ -395,7 +396,9 @@ class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self._add(one for one in tree_leaves(result) if isinstance(one, Tensor) and one.device.type == "meta")
+        self._add(
+            tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor) and tensor.device.type == "meta"
+        )
         return result
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
@@ -419,8 +422,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *_ = ctx.saved_tensors
-        temporary = [torch.empty_like(q, dtype=torch.float32), *(q.new_empty(len(one), *q.shape[1:]) for one in (k, v))]
-        found = tuple(torch.empty_like(one) for one in (q, k, v))
+        temporary = [
+            torch.empty_like(q, dtype=torch.float32),
+            *(q.new_empty(len(tensor), *q.shape[1:]) for tensor in (k, v)),
+        ]
+        found = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
         del temporary
         return found
 

@@ -83,7 +83,7 @@ def macro_average(estimates: Sequence[Estimate]) -> Estimate:
     "Construction of confidence limits about effect measures", section 2); for symmetric intervals this is the standard
     error sqrt(sum of se^2) / number of benchmarks.
     """
-    value = fmean(one.value for one in estimates)
-    below = math.hypot(*(one.value - one.low for one in estimates)) / len(estimates)
-    above = math.hypot(*(one.high - one.value for one in estimates)) / len(estimates)
+    value = fmean(estimate.value for estimate in estimates)
+    below = math.hypot(*(estimate.value - estimate.low for estimate in estimates)) / len(estimates)
+    above = math.hypot(*(estimate.high - estimate.value for estimate in estimates)) / len(estimates)
     return Estimate(value=value, low=max(0.0, value - below), high=min(1.0, value + above))

@@ -41,7 +41,7 @@ def num_equal(tokens: npt.NDArray[np.integer], others: npt.NDArray[np.integer]) 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TopTokens:
-    """The most likely tokens of some rows, in no order."""
+    """The most likely tokens of some rows, unordered."""
 
     token_ids: npt.NDArray[np.int32]
     """[L, K]."""
@@ -199,7 +199,7 @@ class Grade:
     """The rewards of one completion."""
 
     reward: float
-    """Weighted sum of `parts`; of no meaning (0) where `is_graded` is false."""
+    """Weighted sum of `parts`; 0 where `is_graded` is false."""
     parts: Mapping[str, float]
     """Unweighted value of each named reward."""
     outcome: GradeOutcome
@@ -278,7 +278,7 @@ class RolloutGroup:
     prompt: Prompt
     draw_index: int
     rollouts: list[Rollout]
-    """Of what is learned from, without the samples that could not be graded."""
+    """The rollouts to learn from, without the samples that could not be graded."""
 
     @property
     def graded(self) -> list[Rollout]:
@@ -291,7 +291,7 @@ class StepRollouts:
     """The rollouts of a training step."""
 
     groups: list[RolloutGroup]
-    """Of all its draws, in data order."""
+    """The groups of all its draws, in data order."""
     kept: list[RolloutGroup]
     """Those to learn from, in data order."""
     metrics: dict[str, float] = field(default_factory=dict)

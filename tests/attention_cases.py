@@ -11,7 +11,7 @@ from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
 from srtrl.cuda.tiles import AttentionScratch, TiledRows, fill_tiles
-from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements
+from srtrl.engine.step_inputs import PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements
 from srtrl.model.paged_attention import KVCache, TreeRows
 
 

@@ -141,10 +141,10 @@ def decode(
     with engine.rollout("train"):
         for request in requests:
             engine.add(request)
-        engine.add_background(run_ahead)
+        engine.add_run_aheads(run_ahead)
         while True:
             check_pages(engine.scheduler)
-            if not (before_step() and engine.background.has_work) and not engine.has_work:
+            if not (before_step() and engine.run_ahead.has_work) and not engine.has_work:
                 break
             for completion in engine.step():
                 key = completion.request.draw_index, completion.request.sample_index

@@ -11,14 +11,14 @@ from typing import Any
 from engine_cases import make_response
 from task_cases import Rows, wait_until
 
-from srtrl.build import choose_share
+from srtrl.build import choose_ranks
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, GradingSection, RewardSection, Section
 from srtrl.rollout.collect import Collector
-from srtrl.rollout.turns import Answer, Turns
+from srtrl.rollout.one_turn import Answer, OneTurn
 from srtrl.tasks.grading import Grader
 from srtrl.types import Completion, FinishReason, Prompt, Request, SamplingParams
 
@@ -68,11 +68,11 @@ def grader_of(reward: str = "environment") -> Grader:
     return Grader(Rows(None), [RewardSection(name=reward)], GradingSection(), 100)
 
 
-def collector_of(grader: Grader, turns: Turns, max_new_tokens: int = 30, **options: Any) -> Collector:
+def collector_of(grader: Grader, turns: OneTurn, max_new_tokens: int = 30, **options: Any) -> Collector:
     """Samples that often end early."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=END_TOKENS)
     defaults: dict[str, Any] = {"num_samples": 3, "seed": 3, "purpose": "train", "policy_version": 0}
-    return Collector(grader, turns, sampling=sampling, share=choose_share(), **defaults | options)
+    return Collector(grader, turns, sampling=sampling, ranks=choose_ranks(), **defaults | options)
 
 
 def ask(conversations: EnvironmentTurns, completion: Completion, prompt: Prompt = PROMPT) -> Answer:

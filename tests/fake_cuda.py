@@ -9,8 +9,8 @@ does:
 - A non-blocking copy to pinned memory arrives when the host has waited for it; until then there is garbage. Pinned
   memory that the host writes while it is copied to the device is a finding (`race`).
 - A capture runs nothing; a replay repeats what was captured on the same memory. Memory that was freed meanwhile is a
-  finding (`stale`), and so is what no capture may hold (`capture`): waits, copies between host and device, work and
-  memory of the host, a kernel's first compilation.
+  finding (`stale`), and so is what no capture may hold (`capture`): waits, copies between the device and
+  memory that is not pinned, work and memory of the host, a kernel's first compilation.
 
 It has one stream, no limit of memory, no compiled kernels and no speed. `clip_grad_norm_` counts as a download: torch
 groups gradients by their real device.
@@ -182,9 +182,12 @@ class FakeCuda:
     def copy_between(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
         """Copy between host and device."""
         host, is_download = (source, False) if is_here(target) else (target, True)
+        is_queued = non_blocking and self.is_pinned(host)
+        if self.capture is not None and is_queued:
+            self.capture.record(self.copy_between, "copy_", (target, source, True), {}, [])
+            return
         if self.capture is not None:
             self.report("capture", "a copy between host and device")
-        is_queued = non_blocking and self.is_pinned(host)
         if not is_queued:
             self.wait("a download" if is_download else "an upload of pageable memory")
         with plain(), torch.inference_mode(target.is_inference()), torch.no_grad():
@@ -626,7 +629,8 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", varlen_attn))
-        stack.enter_context(mock.patch("srtrl.build.check_triton"))  # the interpreter needs none
+        for module in ("build", "build_models"):
+            stack.enter_context(mock.patch(f"srtrl.{module}.check_triton"))  # the interpreter needs none
         shapes = ShapePlanner.graph_shapes  # it would compute all of them
         stack.enter_context(mock.patch.object(ShapePlanner, "graph_shapes", lambda planner: shapes(planner)[-1:]))
         run_backward = partial(functions.run_backward, autograd._engine_run_backward)

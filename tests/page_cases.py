@@ -23,7 +23,7 @@ def check_pool(pool: PagePool, holders: Iterable[Pages]) -> None:
 def check_pages(scheduler: Scheduler) -> None:
     """Assert that pages and their holders agree, and that no page is shared that will be written."""
     batch, pool = scheduler.batch, scheduler.pool
-    running = [*scheduler.running, *getattr(scheduler.background, "running", [])]
+    running = [*scheduler.running, *getattr(scheduler.run_ahead, "running", [])]
     assert len(running) + batch.num_free == batch.num_slots
     assert all(batch.samples[sample.slot] is sample for sample in running)
     pages = [batch.pages(sample.slot) for sample in running]

@@ -14,9 +14,9 @@ from torch import Tensor
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs
+from srtrl.engine.step_inputs import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 

@@ -23,7 +23,7 @@ from srtrl.algorithms.losses import ppo_clip
 from srtrl.api import in_python
 from srtrl.metrics import read_metrics
 from srtrl.recipe.file import read_source
-from srtrl.run.metrics import time_metrics
+from srtrl.run.step_metrics import time_metrics
 from srtrl.tasks.reward_input import RewardInput
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -39,6 +39,7 @@ ABBREVIATIONS = {
     "OPTIONS": "algorithm.loss_options",
     "TEACHER": "algorithm.teacher.path=./policy 'rewards=[{name: correct, weight: 0}]'",
     "CHECK": "show-config recipe.yaml --check",
+    "EASY": "{name: arithmetic, label: easy}",
     "PROMPTS": """
         'task={name: prompts, options: {train: {files: [prompts.jsonl]}}}' 'rewards=[{name: "flawed:long"}]'
     """,
@@ -87,6 +88,10 @@ def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam): re
 def needy_loss(logprobs, old, advantages, index, *, clip_low, clip_high, tau): return -advantages * logprobs / tau, {}
 def open_loss(logprobs, old, advantages, index, *, clip_low, clip_high, **options): return -advantages * logprobs, {}
 def old_filter(rewards): return rewards[:, 0] > 0
+def draws_twice(seed, epoch, statistics): return [0, 1, 2, 1]
+def draws_none(seed, epoch, statistics): return []
+def draws_beyond(seed, epoch, statistics): return range(51)
+def draws_floats(seed, epoch, statistics): return [0.5, 1.5]
 def verl(data_source, solution_str, ground_truth): return 1.0
 def long(sample): return sample.num_tokens
 
@@ -234,7 +239,7 @@ def refusal(command: str) -> str:
     result = srtrl(command)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
-    assert len(result.stderr) < 4_000, "20 problems, of up to 200 characters each"
+    assert len(result.stderr) < 4_200, "20 problems, of up to 210 characters each"
     assert len(re.findall(r"^(?:error|Error): ", result.stderr, re.MULTILINE)) == 1, result.stderr
     return result.stderr
 

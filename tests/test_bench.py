@@ -10,7 +10,7 @@ import torch
 from bench_cases import REPEATER, Repeater, recorded, write_rows
 
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
 

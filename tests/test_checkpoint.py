@@ -15,7 +15,8 @@ from torch import nn
 from srtrl import ranks
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.features.critic import CRITIC_FOLDER, CRITIC_OPTIMIZER, ValueModel, save_value_model
-from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
+from srtrl.files import is_temporary, new_folder, temporary_beside
+from srtrl.metrics import read_metrics
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -67,7 +68,7 @@ def test_all_files_are_made_durable_before_the_rename(
     model, body = (load_model(policy, dtype=torch.float32, device="cpu") for _ in range(2))
     models = [model, ValueModel(body)]
     synced: list[Path] = []
-    monkeypatch.setattr("srtrl.metrics.sync_folder", synced.append)
+    monkeypatch.setattr("srtrl.files.sync_folder", synced.append)
     path = save(policy, tmp_path, 3, models=models, optimizers=[build_optimizer(one, **ADAMW) for one in models])
     *inside, temporary, parent = synced[-len([*path.rglob("*")]) - 2 :]  # after those of single files
     assert is_temporary(temporary)

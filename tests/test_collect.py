@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.engine.background import Background
 from srtrl.engine.engine import Engine
+from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.metrics import StageTimer
 from srtrl.model.noise import make_rng_key
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.rollout.turns import Turns, response_text
+from srtrl.rollout.one_turn import OneTurn, response_text
 from srtrl.tasks.grading import Grader
 from srtrl.types import Completion, FinishReason, Grade, Prompt, Purpose, Request, RolloutGroup, SamplingParams
 from srtrl.warm_start.training import train_tokenizer
@@ -32,7 +32,7 @@ class FakeEngine:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.live: list[Request] = []
-        self.background = Background()
+        self.run_ahead = NoRunAhead()
         self.early: list[Request] = []
         self.added: list[Request] = []
         self.drafter = DrafterBase()
@@ -48,7 +48,7 @@ class FakeEngine:
         self.live.append(request)
         self.early = [one for one in self.early if one.rng_key != request.rng_key]
 
-    def step_background(self) -> bool:
+    def step_run_aheads(self) -> bool:
         return False
 
     @contextmanager
@@ -127,7 +127,7 @@ def make_collector(grader: FakeGrader, **options: Any) -> Collector:
     """Two samples per draw, on seed 11."""
     return Collector(
         cast(Grader, grader),
-        Turns(cast(PreTrainedTokenizerBase, FakeTokenizer())),
+        OneTurn(cast(PreTrainedTokenizerBase, FakeTokenizer())),
         num_samples=2,
         sampling=SAMPLING,
         seed=11,

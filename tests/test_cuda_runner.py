@@ -20,10 +20,10 @@ from srtrl.cuda import runner as cuda_runner_module
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.shapes import MAX_SAMPLED_PROMPT_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
 from srtrl.cuda.tiles import H200
-from srtrl.engine.rows import StepSize, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters
+from srtrl.engine.step_inputs import StepSize, num_elements
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import SHAPES
+from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
 
 
@@ -36,7 +36,7 @@ def planner_of(slots: int, draft_budget: int | Literal["auto"] = "auto") -> Shap
 PLANNER = planner_of(400, 128)
 GRAPH_SHAPES = ShapePlanner.graph_shapes
 """The fake device has another one."""
-KNOWN = {shape.graph_key for shape in PLANNER.graph_shapes()}
+KNOWN = set(PLANNER.graph_shapes())
 
 
 def size_of(*rows_per_sequence: int, num_sampled: int | None = None, max_keys: int = 100) -> StepSize:
@@ -91,7 +91,7 @@ def test_every_step_that_is_captured_has_one_of_the_shapes_that_are_known_before
     launch = PLANNER.shape(size)
     is_small = size.num_rows <= 2048 and size.num_rows - size.num_sampled <= MAX_SAMPLED_PROMPT_ROWS
     assert launch.is_captured == is_small
-    assert (launch.graph_key in KNOWN) == is_small
+    assert (launch in KNOWN) == is_small
     split_keys = PLANNER.split_keys(size, launch)
     assert launch.num_splits * split_keys >= max_keys
 
@@ -139,7 +139,7 @@ def test_steps_are_captured_when_the_engine_warms_up_and_where_weights_have_move
     runner.warm_up(compiles=True)
     samples.prefill()
     samples.step()  # the rest of the prompts is a part of its time
-    assert {shape.graph_key for shape in planned} == set(runner._graphs._graphs)
+    assert set(planned) == set(runner._graphs._graphs)
     for has_moved in (False, True):
         if has_moved:
             runner.model.final_norm.data = runner.model.final_norm.data.clone()

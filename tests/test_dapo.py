@@ -10,7 +10,7 @@ from tiny_run import DAPO, make_recipe, train
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.metrics import read_metrics
 from srtrl.run.checkpoint import read_state
-from srtrl.run.metrics import step_problems
+from srtrl.run.step_metrics import step_problems
 
 NUM_PROMPTS = 4
 

@@ -84,7 +84,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "rollout__max_new_tokens": 32,
         "train__num_steps": 1,
     },
-    "partial": OFF_POLICY | {"rollout__mode": "partial", "train__num_steps": 2},
+    "partial": OFF_POLICY | {"rollout__mode": "partial", "train__num_steps": 2, "data__order": "skip_silent"},
     "spec_rl": OFF_POLICY | {"rollout__mode": "spec_rl", "train__num_steps": 3},
 }
 
@@ -220,7 +220,7 @@ def test_options_in_the_prose_of_all_pages_exist() -> None:
     fields = fields_of(Recipe)
     sections = "|".join({key.partition(".")[0] for key in fields if "." in key})
     free = re.compile(
-        r"(?:task|rollout\.environment|rewards\.N)\.options|rollout\.drafter_options|algorithm\.\w+_options"
+        r"task\.N|(?:task|rollout\.environment|rewards\.N)\.options|rollout\.drafter_options|algorithm\.\w+_options"
     )
     unknown = []
     for page in PAGES:
@@ -236,12 +236,13 @@ def test_options_in_the_prose_of_all_pages_exist() -> None:
     assert unknown == []
 
 
-def test_recipe_page_is_what_show_config_prints() -> None:
-    """To write the block again: `srtrl show-config --help-fields`."""
-    shown = run("show-config", "--help-fields").stdout
+def test_recipe_page_has_the_options_that_show_config_prints() -> None:
+    """To write the block again: `srtrl show-config --help-fields | grep -v '^    '`."""
+    shown = run("show-config", "--help-fields").stdout.splitlines()
     page = (DOCS / "recipe.md").read_text(encoding="utf-8")
-    assert re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) == [shown]
-    assert "    " not in shown.splitlines(), "a field without documentation"
+    [block] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert block.splitlines() == [line for line in shown if not line.startswith("    ")]
+    assert "    " not in shown, "a field without documentation"
 
 
 def test_drawings_are_what_their_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

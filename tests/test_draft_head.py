@@ -23,7 +23,7 @@ from test_turns import converse, turn_requests
 from tiny_run import HEAD, assert_same_run, learned_rows, make_recipe, train
 from torch.nn import functional
 
-from srtrl.build import build_draft_head
+from srtrl.build_models import build_draft_head
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter

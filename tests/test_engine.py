@@ -193,7 +193,7 @@ def test_consumers_may_stop_early_add_late_and_not_generate_twice(policy: Transf
 
 def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer) -> None:
     drafter = FakeDrafter()
-    engine = Engine(policy, options(), drafter=drafter, background=partial(RunAhead, max_slowdown=0.01))
+    engine = Engine(policy, options(), drafter=drafter, run_ahead=partial(RunAhead, max_slowdown=0.01))
     sample, *others = requests_for()
     had_work: list[bool] = []
 
@@ -213,13 +213,13 @@ def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer
 
 
 def test_the_cost_is_measured_where_something_depends_on_it(policy: Transformer) -> None:
-    for budget, background, is_known in (
+    for budget, run_ahead, is_known in (
         ("auto", None, True),
         (0, None, False),
         (8, None, False),
         (8, partial(RunAhead, max_slowdown=0.03), True),
     ):
-        engine = Engine(policy, options(slots=4, draft_budget=budget), drafter=FakeDrafter(), background=background)
+        engine = Engine(policy, options(slots=4, draft_budget=budget), drafter=FakeDrafter(), run_ahead=run_ahead)
         engine.warm_up()
         assert engine.control.cost.is_known == is_known
 

@@ -66,8 +66,8 @@ def test_completions_do_not_depend_on_how_they_are_decoded(cases: list[Case], da
     cost = StepCost(points=((8, 1.0), (64, data.draw(st.sampled_from([1.0, 1.5, 8.0]), "cost of 64 rows"))))
     drafter = FakeDrafter(truth, accuracy=data.draw(st.sampled_from([0.0, 0.6, 1.0]), "accuracy"))
     slowdown = data.draw(st.sampled_from([None, 0.03, 1e9]), "slowdown")
-    background = None if slowdown is None else partial(RunAhead, max_slowdown=slowdown)
-    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, cost=cost, background=background)
+    run_ahead = None if slowdown is None else partial(RunAhead, max_slowdown=slowdown)
+    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, cost=cost, run_ahead=run_ahead)
     requests = data.draw(st.permutations(varied_requests()), "order")
     num_first = data.draw(st.integers(0, len(requests)), "at once")
     # Of samples that come late, and of such as never come.

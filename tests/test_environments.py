@@ -44,7 +44,7 @@ from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.resolve import warn_once
-from srtrl.rollout.turns import Answer
+from srtrl.rollout.one_turn import Answer
 from srtrl.types import Conversation, Prompt
 
 CASES: dict[str, Any] = YAML(typ="safe").load(Path(__file__).with_name("environments.yaml"))

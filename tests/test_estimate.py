@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from srtrl.build import run_training
 from srtrl.cli import app
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import published_shape
+from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import load_recipe

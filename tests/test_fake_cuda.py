@@ -91,6 +91,25 @@ def test_a_graph_runs_when_it_is_replayed_and_not_when_it_is_captured(device: Fa
     assert not device.findings
 
 
+def test_a_graph_copies_what_pinned_memory_holds_when_it_is_replayed(device: FakeCuda) -> None:
+    host, there, back = torch.zeros(1, pin_memory=True), torch.zeros(1, device="cuda"), torch.zeros(1, pin_memory=True)
+
+    def compute() -> None:
+        there.copy_(host, non_blocking=True)
+        there.add_(1)
+        back.copy_(there, non_blocking=True)
+
+    replay = captured(compute)
+    torch.cuda.synchronize()
+    for number in (3, 4):
+        host.fill_(number)
+        replay()
+        assert float(back) != number + 1, "nobody has waited"
+        torch.cuda.synchronize()
+        assert float(back) == number + 1
+    assert not device.findings
+
+
 def test_memory_that_a_graph_uses_and_that_was_freed_is_reported(device: FakeCuda) -> None:
     place = {"weight": torch.ones(1, device="cuda")}
     count = torch.zeros(1, device="cuda")

@@ -24,7 +24,7 @@ from srtrl.model.folders import load_tokenizer, locate
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.weights import load_model, save_model
 from srtrl.recipe.schema import LoraSection
-from srtrl.run.metrics import model_flops
+from srtrl.run.step_metrics import model_flops
 
 LENGTHS = (5, 1, 23, 40)
 

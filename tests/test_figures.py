@@ -12,7 +12,7 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.resolve import resolve_class
 from srtrl.tasks.base import load_task
-from srtrl.trainer.sampling import DataOrder
+from srtrl.tasks.order import DataOrder
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WALKTHROUGH = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
@@ -80,9 +80,6 @@ def test_results_have_equal_weights_and_ratios_of_their_prices() -> None:
 
 
 def test_the_readme_has_the_figures_of_the_benchmarks() -> None:
-    *ratios, share = found(r"two CPU cores, .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+), none known \|", README)
-    assert f"| {' / '.join(f'{ratio}x' for ratio in ratios)} |" in BENCHMARKS
-    assert f"| {share} (" in BENCHMARKS
     on_a_gpu = found(r"one H200, .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README)
     assert f"| {' / '.join(f'{ratio}x' for ratio in on_a_gpu)}; " in BENCHMARKS
     before, after = found(r"before training: ([\d.]+%) .*\n.*after step 52: +([\d.]+%) ", README)

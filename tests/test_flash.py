@@ -22,7 +22,7 @@ from torch.nn import attention
 from torch.nn.attention import _registry, varlen
 from update_cases import random_shares
 
-from srtrl.build import build_policy, make_policy_optimizer
+from srtrl.build_models import build_policy, make_policy_optimizer
 from srtrl.cuda import flash
 from srtrl.cuda.flash import choose_flash, use_flash
 from srtrl.model.attention import PackedPlan, check_packed_attention, varlen_attention

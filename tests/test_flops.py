@@ -11,7 +11,7 @@ from update_cases import make_policy, make_recipe, make_sequences
 
 from srtrl.model.attention import PackedPlan
 from srtrl.rollout.packing import shared_tokens, sharing_order
-from srtrl.run.metrics import model_flops, time_metrics, update_flops
+from srtrl.run.step_metrics import model_flops, time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
 

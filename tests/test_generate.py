@@ -23,7 +23,7 @@ from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import TaskSection
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import read_run
-from srtrl.run.metrics import step_problems
+from srtrl.run.step_metrics import step_problems
 from srtrl.tasks.base import typed_prompts
 
 SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")

@@ -20,7 +20,7 @@ from srtrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "srtrl"
-README = REPOSITORY / "README.md"
+WALKTHROUGH = REPOSITORY / "docs" / "walkthrough.md"
 PROJECT = REPOSITORY / "pyproject.toml"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = (
@@ -28,7 +28,7 @@ HEAVY = (
     *("datasets", "math_verify", "matplotlib", "numba", "pandas", "pyarrow", "scipy", "sympy", "tensorboard"),
 )
 """What takes tenths of a second, or seconds, to import."""
-LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.metrics"
+LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.files, srtrl.metrics"
 IMPORTED_BY = {
     "--help": set(),
     "train --help": set(),
@@ -44,7 +44,7 @@ IMPORTED_BY = {
 }
 """Arguments of the command line, and what it imports of `HEAVY` at most; RUN is the folder of a run."""
 LAYERS = (
-    ("types", "resolve", "metrics", "statistics"),
+    ("types", "resolve", "files", "metrics", "statistics"),
     ("recipe",),
     ("ranks",),
     ("algorithms",),
@@ -58,6 +58,7 @@ LAYERS = (
     ("trainer",),
     ("cuda",),
     ("features",),
+    ("build_models",),
     ("build",),
     ("checks", "planner"),
     ("evaluation", "report", "bench"),
@@ -75,14 +76,11 @@ NAMES_OF_FEATURES = (
     "spec_rl",
     "spec-rl",
     "off_policy",
-    "run_ahead",
-    "run-ahead",
-    "ahead of",
-    "runs ahead",
     "partial rollout",
     "features/",
     "srtrl.features",
 )
+"""Run-ahead and ranks are not among them: the core has a stand-in for each (`NoRunAhead`, `OneRank`)."""
 
 CHANGED_FROM_OUTSIDE = {
     "engine/batch.py sample": RECORD,
@@ -93,6 +91,7 @@ CHANGED_FROM_OUTSIDE = {
     "engine/scheduler.py prompt": RECORD,
     "engine/scheduler.py sample": RECORD,
     "engine/scheduler.py step": RECORD,
+    "features/data_order.py known": RECORD,
     "features/run_ahead.py step": RECORD,
     "trainer/passes.py passes": RECORD,
     "features/lora.py holder": TENSOR,
@@ -102,7 +101,7 @@ CHANGED_FROM_OUTSIDE = {
     "trainer/passes.py holder": TENSOR,
     "trainer/trainer.py self.context.engine": "the policy version that a checkpoint has",
     "trainer/trainer.py self.parts.sampler": "the draws that a checkpoint has used; a user's `load` need not",
-    "build.py model": "how it is updated; most models are not",
+    "build_models.py model": "how it is updated; most models are not",
     "features/critic.py body": "a value model takes a policy's body over",
     "engine/engine.py self.drafter": "whether the runner leaves a drafter time is known in the engine alone",
     "features/head_drafter.py self.inner": "the same, handed on",
@@ -111,7 +110,7 @@ CHANGED_FROM_OUTSIDE = {
 }
 """Objects whose attributes another one sets, in the files of `CONFIGURED`, and why they do: all others have what they
 need when they are made."""
-CONFIGURED = ("build.py", "trainer/*.py", "engine/*.py", "features/*.py", "rollout/*.py")
+CONFIGURED = ("build*.py", "trainer/*.py", "engine/*.py", "features/*.py", "rollout/*.py")
 
 NOT_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
@@ -122,6 +121,8 @@ NOT_IN_A_RECIPE = {
     "repeatable": "two runs on one GPU, to be compared bit by bit (docs/exactness.md)",
     "model.tokenizer": "of policies whose folder has none (docs/logging.md)",
     "model.lora.base": "memory of a GPU: the planner proposes it (docs/lora.md)",
+    "data.order": "a curriculum, or prompts without a signal passed over (docs/data.md)",
+    "train.num_passes": "in place of a number of steps (docs/data.md)",
     "grading.timeout_seconds": "a judge or a verifier that takes longer (docs/grading.md)",
     "rollout.stop_strings": "of policies that were not trained to end (docs/tools.md)",
     "rollout.drafter_options": "a drafter of one's own (docs/extending.md)",
@@ -234,30 +235,38 @@ def test_commands_import_what_they_need(arguments: str, finished: Callable[..., 
     assert imported <= IMPORTED_BY[arguments]
 
 
-def with_counts(readme: str) -> tuple[str, set[str]]:
-    """The README with the lines of Python of each row of its tree, in tens; and the folders that it lists."""
+def with_counts(page: str) -> tuple[str, set[str]]:
+    """A page with the lines of Python of each row of its tables, in tens, and their sums; and the folders it lists."""
     listed: set[str] = set()
+    total = 0
 
     def counted(row: re.Match[str]) -> str:
-        folders = re.findall(r"\[`(\w+)/`\]\(srtrl/(\w+)\)", row[1])
+        nonlocal total
+        if row[1] == "sum":
+            shown, total = total, 0
+            return f"| sum | {row[2]} | {round(shown, -1):,} |"
+        folders = re.findall(r"\[`(\w+)/`\]\(\.\./srtrl/(\w+)\)", row[1])
         assert all(name == target for name, target in folders)
         listed.update(name for name, _ in folders)
         files = [file for name, _ in folders for file in (PACKAGE / name).rglob("*.py")]
         num_lines = sum(file.read_text(encoding="utf-8").count("\n") for file in files or PACKAGE.glob("*.py"))
+        total += num_lines
         return f"| {row[1]} | {row[2]} | {round(num_lines, -1):,} |"
 
-    return re.sub(r"^\| ((?:\(root\)|\[`\w+/`\]).*?) \| (.*) \| [\d,]+ \|$", counted, readme, flags=re.M), listed
+    rows = r"^\| (sum|\(root\)|\[`\w+/`\].*?) \| (.*) \| [\d,]+ \|$"
+    return re.sub(rows, counted, page, flags=re.M), listed
 
 
-def test_the_readme_lists_every_folder_and_its_lines() -> None:
+def test_the_walkthrough_lists_every_folder_and_its_lines() -> None:
     """Off by more than a tenth: `python tests/test_imports.py` writes the lines."""
-    readme = README.read_text(encoding="utf-8")
-    written, listed = with_counts(readme)
+    page = WALKTHROUGH.read_text(encoding="utf-8")
+    written, listed = with_counts(page)
     assert listed == {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     counts = [
         [int(count.replace(",", "")) for count in re.findall(r" \| ([\d,]+) \|$", text, re.M)]
-        for text in (readme, written)
+        for text in (page, written)
     ]
+    assert len(counts[0]) == 20, "17 rows and three sums"
     assert counts[0] == pytest.approx(counts[1], rel=0.1)
 
 
@@ -367,4 +376,4 @@ def test_every_fault_of_the_table_is_seen() -> None:
 
 if __name__ == "__main__":
     PROJECT.write_text(with_budgets(PROJECT.read_text(encoding="utf-8")), encoding="utf-8")
-    README.write_text(with_counts(README.read_text(encoding="utf-8"))[0], encoding="utf-8")
+    WALKTHROUGH.write_text(with_counts(WALKTHROUGH.read_text(encoding="utf-8"))[0], encoding="utf-8")

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
-from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters
+from srtrl.engine.step_inputs import StepInputs
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 

@@ -16,7 +16,7 @@ from engine_cases import tiny_policy
 from tiny_run import make_recipe
 
 import srtrl
-from srtrl import build, caches
+from srtrl import build_models, caches
 from srtrl.caches import cache_folders
 from srtrl.cuda import compiler
 from srtrl.run.machine import choose_device
@@ -30,7 +30,7 @@ def test_windows_is_refused_in_a_line() -> None:
 
 def test_a_device_or_sharding_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
-        build.shard_model(tiny_policy(), make_recipe(tmp_path, tmp_path, train__sharding="fsdp2"))
+        build_models.shard_model(tiny_policy(), make_recipe(tmp_path, tmp_path, train__sharding="fsdp2"))
     monkeypatch.setattr(torch.version, "hip", "6.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("auto", "cuda"):

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from srtrl.metrics import MetricLog, read_metrics, write_atomic
+from srtrl.files import write_atomic
+from srtrl.metrics import MetricLog, read_metrics
 
 
 def test_finite_rows_come_back_as_written_and_others_are_refused_by_name(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from tiny_run import make_recipe
 
 from srtrl import build
 from srtrl.drafters.srt import Drafter as SrtDrafter
-from srtrl.engine.background import Background
 from srtrl.engine.engine import Engine
+from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.features.off_policy import PartialDraws, PartialSampler
 from srtrl.rollout.collect import Collector, collect_rollouts
-from srtrl.rollout.turns import Turns
+from srtrl.rollout.one_turn import OneTurn
+from srtrl.tasks.order import DataOrder
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, SamplingParams
 
@@ -52,7 +53,7 @@ def step_through(
     sizes = {"max_sequence_tokens": 128, **sizes}
     policy = tiny_policy(vocab_size=290, scale=scale)
     engine = Engine(policy, options(**sizes), drafter=SrtDrafter() if drafts else None)
-    turns = Turns(TOKENIZER)
+    turns = OneTurn(TOKENIZER)
     shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "sampling": SAMPLING, "seed": 5, "purpose": "train"}
     earlier: dict[SampleKey, Response] = {}
     steps: list[Sampled] = []
@@ -65,7 +66,7 @@ def step_through(
             due = {draw for (draw, _), prefix in earlier.items() if prefix.policy_versions[0] <= step - MAX_AGE}
             part = PartialDraws(draws, num_complete=NUM_COMPLETE if step + 1 < num_steps else num_open, due=due)
             collector = Collector(
-                grader, turns, prefixes=earlier, policy_version=step, share=build.choose_share(), **shared
+                grader, turns, prefixes=earlier, policy_version=step, ranks=build.choose_ranks(), **shared
             )
             rollouts = [rollout for group in collect_rollouts(engine, collector, part) for rollout in group.rollouts]
             steps.append({(r.draw_index, r.sample_index): contents_of(r) for r in rollouts})
@@ -177,10 +178,10 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
         }
         values |= {"rollout__num_prompts": num_prompts, "rollout__dynamic_sampling": is_dynamic}
         recipe = make_recipe(Path(), Path(), **values, algorithm=algorithm, train__mini_batch_prompts=1)
-        engine: Any = SimpleNamespace(background=Background(), policy_version=step)
+        engine: Any = SimpleNamespace(run_ahead=NoRunAhead(), policy_version=step)
         context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
         task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
-        sampler = PartialSampler(context, task, CreditAssigner(recipe))
+        sampler = PartialSampler(context, task, CreditAssigner(recipe), DataOrder(5, recipe.seed))
         sampler.num_draws, sampler.earlier = num_draws, earlier
         with mock.patch("srtrl.features.off_policy.collect_rollouts", collect):
             collected = sampler.collect(step, cast(Any, Counting()))

@@ -14,7 +14,7 @@ from srtrl.features.critic import load_value_model
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model
 from srtrl.run.checkpoint import OPTIMIZER, read_state
-from srtrl.run.metrics import step_problems
+from srtrl.run.step_metrics import step_problems
 from srtrl.trainer.optimizer import build_optimizer
 
 BFLOAT16 = PPO | {"model__dtype": "bfloat16"}

@@ -25,15 +25,16 @@ import torch
 from environment_cases import LEDGER
 from rank_cases import CONTEXT, FORKED, run_ranks
 from rank_runs import assert_close_runs, finish, start, train_on_ranks, train_until_killed
-from tiny_run import DAPO, HEAD, PAGE_GIB, PPO, assert_same_run, learned_rows, make_recipe, open_run, train
+from tiny_run import DAPO, EASY, HEAD, LUCKY, PAGE_GIB, PPO, assert_same_run, learned_rows, make_recipe, open_run, train
 
 from srtrl import build, ranks
 from srtrl.environments.base import EnvironmentBase, Step, Turn
-from srtrl.metrics import is_temporary, read_metrics
+from srtrl.files import is_temporary
+from srtrl.metrics import read_metrics
 from srtrl.ranks import RankError
 from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import open_run_folder
-from srtrl.run.metrics import describe_step, run_figures
+from srtrl.run.step_metrics import describe_step, run_figures
 from srtrl.run.steps import list_checkpoints
 from srtrl.trainer.optimizer import MasterAdamW
 from srtrl.trainer.sampling import RolloutContext
@@ -137,6 +138,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lora": {"model__lora": {"rank": 4}},
     "teacher": {"algorithm": {"teacher": {"coefficient": 0.3}}},  # the policy at its start
     "head": HEAD,
+    "mixture": {"task": [EASY, LUCKY]},
+    "skip_silent": {
+        "task__name": "tiny_run:LuckyTask",
+        "task__options__num_train": 6,
+        "rewards": [{"name": "correct"}],
+        "data__order": "skip_silent",
+    },
 }
 """Four steps; ten prompts, 4 in a step: in the third some come again, with history."""
 
@@ -207,6 +215,10 @@ DEFAULT = {
     ("lora", "killed in the update"),
     ("teacher", "killed in the update"),
     ("head", "no drafts"),
+    ("mixture", "every run-ahead"),
+    ("mixture", "killed in the rollout"),
+    ("skip_silent", "every run-ahead"),
+    ("skip_silent", "killed in the rollout"),
     ("ppo", "two sharded ranks"),
 }
 ALONE: dict[str, tuple[str, ...]] = {
@@ -214,7 +226,8 @@ ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OTHER_KILLS, ("grpo",)),
     "a draft head": tuple(RECIPES.keys() - {"head"}),
     "more evaluation and logging": ("uneven", "dapo"),  # rewards of others draw from the global generator
-    "two sharded ranks": tuple(RECIPES.keys() - {"lora", "head"}),
+    "two ranks": tuple(RECIPES.keys() - {"mixture"}),  # test_mixture.py
+    "two sharded ranks": tuple(RECIPES.keys() - {"lora", "head", "mixture"}),
 }
 """Disturbances of these recipes alone."""
 

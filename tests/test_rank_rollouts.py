@@ -27,13 +27,13 @@ from srtrl.engine.engine import Engine
 from srtrl.engine.stats import EngineStats, add_stats
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.features.run_ahead import RunAhead
-from srtrl.features.sharing import RankShare, deal
+from srtrl.features.sharing import SeveralRanks, deal
 from srtrl.model.transformer import Transformer
 from srtrl.ranks import RankError
 from srtrl.rollout.collect import FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.rollout.share import Share
-from srtrl.rollout.turns import Turns
+from srtrl.rollout.one_rank import OneRank
+from srtrl.rollout.one_turn import OneTurn
 from srtrl.tasks.reward_input import RewardInput, batched
 from srtrl.types import Completion, Request, Rollout
 
@@ -114,16 +114,16 @@ def rollouts(case: Case) -> Found:
     """Runs on each rank."""
     limits = {"max_sequence_tokens": 128, "slots": case.slots}
     engine = WatchedEngine(
-        policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter(), background=RUN_AHEAD
+        policy(), options(**limits), tokenizer=TOKENIZER, drafter=case.drafter(), run_ahead=RUN_AHEAD
     )
     found, draws = Found(), list(enumerate(PROMPTS))
-    with grader_of(f"{__name__}:{case.reward}") as grader, Turns(TOKENIZER) as turns:
+    with grader_of(f"{__name__}:{case.reward}") as grader, OneTurn(TOKENIZER) as turns:
         if case.broken and ranks.index() == 1:
             setattr(engine if case.broken == "step" else grader, case.broken, no_space)
         for _ in range(2):
             collector = collector_of(grader, turns, num_samples=case.num_samples)
             collector.on_progress = lambda num_done, _: found.progress.append(num_done)
-            engine.before_step = partial(before_step, engine, collector.share, case)
+            engine.before_step = partial(before_step, engine, collector.ranks, case)
             if case.is_dynamic:
                 until_full = DrawsUntilFull(
                     PROMPTS.__getitem__,
@@ -135,12 +135,12 @@ def rollouts(case: Case) -> Found:
                 groups = collect_rollouts(engine, collector, until_full)
                 kept = until_full.kept_groups(groups)
             else:
-                engine.add_background(collector.requests(draws[case.num_draws :]) if case.steps_ahead else [])
+                engine.add_run_aheads(collector.requests(draws[case.num_draws :]) if case.steps_ahead else [])
                 kept = groups = collect_rollouts(engine, collector, FixedDraws(draws[: case.num_draws]))
             found.groups.append([contents(one) for group in groups for one in group.rollouts])
             found.kept.append([group.draw_index for group in kept])
             assert engine.pool.num_used == 0
-            found.metrics.append(engine.take_metrics() | collector.share.take_metrics())
+            found.metrics.append(engine.take_metrics() | collector.ranks.take_metrics())
             engine.end_step(has_new_weights=True)
     found.num_decoded = engine.num_decoded
     if isinstance(engine.drafter, SrtDrafter):
@@ -155,13 +155,13 @@ def contents(rollout: Rollout) -> tuple[Any, ...]:
     return *names, response.token_ids.tolist(), response.rollout_logprobs.tolist()
 
 
-def before_step(engine: Engine, share: Share, case: Case) -> None:
+def before_step(engine: Engine, sharing: OneRank, case: Case) -> None:
     if ranks.count() == 1:
         return
     if ranks.index() == case.slow_rank:
         time.sleep(0.008 * random.random())
     if case.steps_ahead and ranks.is_main():
-        ranks.add("steps ahead", share.read("finished") >= case.num_draws * case.num_samples - case.slots)
+        ranks.add("steps ahead", sharing.read("finished") >= case.num_draws * case.num_samples - case.slots)
     while not ranks.is_main() and ranks.add("steps ahead", 0) < case.steps_ahead:
         time.sleep(0.001)
 
@@ -208,16 +208,16 @@ def follow() -> dict[str, float]:
             time.sleep(0.001)
 
     engine = WatchedEngine(
-        policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter(), background=RUN_AHEAD
+        policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter(), run_ahead=RUN_AHEAD
     )
     engine.before_step = take_part
     grader = grader_of(f"{__name__}:half_tokens")
     for draw in range(2):
-        collector = collector_of(grader, Turns(TOKENIZER), num_samples=1)
+        collector = collector_of(grader, OneTurn(TOKENIZER), num_samples=1)
         if draw == 0 and ranks.index() > 0:  # not on rank 0
-            engine.add_background(collector.requests([(1, PROMPTS[0])]))
+            engine.add_run_aheads(collector.requests([(1, PROMPTS[0])]))
         collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])]))
-        metrics = engine.take_metrics() | collector.share.take_metrics()
+        metrics = engine.take_metrics() | collector.ranks.take_metrics()
         engine.end_step(has_new_weights=True)
     return metrics
 
@@ -287,7 +287,7 @@ def test_every_sample_is_taken_once_and_none_waits_where_a_rank_is_idle(data: st
     shares = []
     for rank in range(count):
         with rank_of(rank):
-            shares.append(RankShare())
+            shares.append(SeveralRanks())
             shares[rank].wait_in(lines)
     taken: list[list[Request]] = [[] for _ in lines]
     for rank, wanted in data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, 4)), max_size=30)):
@@ -308,9 +308,9 @@ def test_a_rank_waits_as_long_as_another_makes_progress(monkeypatch: pytest.Monk
     monkeypatch.setattr("srtrl.features.sharing.time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
     rank_of = partial(ranks.use, count=2, store=HashStore(), timeout_seconds=30)
     with rank_of(0):
-        busy = RankShare()
+        busy = SeveralRanks()
     with rank_of(1):
-        idle = RankShare()
+        idle = SeveralRanks()
     for _ in range(4):
         now += 20
         with rank_of(0):

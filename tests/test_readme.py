@@ -1,7 +1,6 @@
-"""The commands of README.md and docs/README.md: those of the README run as they stand, the others exist."""
+"""The commands of README.md and docs/README.md: its program and `replay` run as they stand, the others exist."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +13,15 @@ from srtrl.metrics import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 INDEX = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
 
 
-def test_own_data_of_the_readme_trains_as_it_stands(tmp_path: Path) -> None:
-    (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
-    [commands] = re.findall(r"^```sh\n(cat > my_rewards.*?)^```", README, re.DOTALL | re.MULTILINE)
-    commands = commands.replace("num_steps: 20", "num_steps: 2")
-    script = f'srtrl() {{ {shlex.quote(sys.executable)} -m srtrl "$@"; }}\n{commands}'
-    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, capture_output=True, timeout=100)
+def test_own_rows_of_the_readme_train_as_they_stand(tmp_path: Path) -> None:
+    [program] = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert 'num_steps": 20' in program
+    (tmp_path / "my_run.py").write_text(program.replace('num_steps": 20', 'num_steps": 2'), encoding="utf-8")
+    subprocess.run([sys.executable, "my_run.py"], cwd=tmp_path, check=True, capture_output=True, timeout=100)
     rows = list(read_metrics(tmp_path / "runs" / "my_run" / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [1, 2]
     assert 0 < rows[0]["reward/is_right"] < 1
@@ -37,8 +36,8 @@ def test_recorded_rollouts_of_the_readme_are_replayed_without_a_tokenizer() -> N
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_readme_runs() -> None:
-    [command] = re.findall(r"`python (docs/bench_rollout.py --trace [^`]*)`", README)
+def test_the_benchmark_of_the_repository_s_recordings_runs() -> None:
+    [command] = re.findall(r"`python (docs/bench_rollout.py --trace docs/recorded/[^`]*)`", BENCHMARKS)
     shorter = "--slots 1 --max-tokens 8 --repeats 1 --prompts-used 1"
     program = [sys.executable, *command.split(), *shorter.split()]
     result = subprocess.run(program, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)

@@ -32,8 +32,8 @@ from srtrl.model.weights import load_model, named_tensors, save_model
 from srtrl.recipe.file import load_recipe
 from srtrl.report.runs import read_rollouts, read_run
 from srtrl.tasks.base import load_task
+from srtrl.tasks.order import DataOrder
 from srtrl.trainer.credit import CreditAssigner, train_sequences
-from srtrl.trainer.sampling import DataOrder
 from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ import torch
 from fake_cuda import FakeCuda, Operations, is_here
 from tiny_run import assert_same_run, make_policy, make_recipe, train
 
-from srtrl import build
+from srtrl import build, build_models
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.run.repeatable import MEMORY, WORKSPACE, fix_workspace, fixed_order
@@ -106,7 +106,7 @@ def test_the_workspace_is_fixed_before_weights_are_loaded(
         raise ValueError(f"loading with {os.environ.get(WORKSPACE)}")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(build, "build_policy", load)
+    monkeypatch.setattr(build_models, "build_policy", load)
     policy = make_policy(tmp_path / "policy")
     with pytest.raises(ValueError, match="loading with None"):
         train(repeatable_recipe(policy, tmp_path, "cuda", repeatable=False))

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from bench_cases import REPEATER, Repeater, recorded, run, tree_of, write_rows
+from tokenizers.processors import TemplateProcessing
 
 from srtrl.bench.recorded import Recording, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, count_accepted
@@ -90,6 +91,12 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
+HI = [0, 72, 73]
+A = [65, 0]
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
 def write_step(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
     """A run's file of rollouts."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +118,60 @@ def test_texts_are_tokenised_ended_and_cut(tmp_path: Path) -> None:
     abc, abcde, x, y = (tokenizer.encode(text, add_special_tokens=False) for text in ("abc", "abcde", "x", "y"))
     assert tokens_of(recording) == [{"7": [[*abc, end], abcde, [*y, end]], "1": [[*x, end], [5]]}]
     assert [sample.is_cut for sample in first.samples + second.samples] == [False, True, False, False, False]
+
+
+LOGS: dict[str, list[dict[str, Any]]] = {
+    "TRL": [{"step": 1, "prompt": "hi", "completion": "a", "advantage": 0.7}],
+    "TRL, messages": [{"prompt": [USER], "completion": [ASSISTANT]}],
+    "messages": [{"messages": [USER, ASSISTANT]}],
+    "verl": [{"input": "hi", "output": "a", "gts": "5", "score": 1.0, "step": 1}],
+    "vLLM": [{"request_id": "7", "prompt": "hi", "outputs": [{"index": 0, "text": "a", "logprobs": None}]}],
+    "vLLM, ids": [{"prompt": None, "prompt_token_ids": HI, "outputs": [{"text": "", "token_ids": A}]}],
+    "OpenAI": [{"messages": [USER], "choices": [{"index": 0, "message": ASSISTANT}]}],
+    "OpenAI, with its request": [{"messages": [USER], "response": {"body": {"choices": [{"message": ASSISTANT}]}}}],
+    "OpenAI, texts": [{"prompt": "hi", "response": {"choices": [{"text": "a", "finish_reason": "stop"}]}}],
+    "lm-eval": [
+        {"doc": {"question": "hi?"}, "arguments": {"gen_args_0": {"arg_0": "hi", "arg_1": {}}}, "resps": [["a"]]}
+    ],
+    "lm-eval, older": [{"doc_id": 0, "arguments": [["hi", {"until": []}]], "resps": [["a"]], "filtered_resps": ["a"]}],
+    "texts": [{"prompt": "hi", "response": ["a"]}],
+    "a text": [{"prompt": "hi", "response": "a"}],
+}
+
+
+@pytest.mark.parametrize("rows", LOGS.values(), ids=LOGS.keys())
+def test_logs_of_other_trainers_and_engines_are_read(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([], 257)
+    begin = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.chat_template = "{{ eos_token }}{{ messages[-1].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    assert (tokenizer.encode("hi"), tokenizer.encode("a")) == (HI, A[::-1])
+    [[prompt]] = read_recorded(write_rows(tmp_path / "log.jsonl", *rows), tokenizer=str(tmp_path), max_tokens=5)
+    assert (list(prompt.prompt_token_ids), [sample.tokens.tolist() for sample in prompt.samples]) == (HI, [A])
+
+
+def test_steps_of_a_folder_of_logs_follow_each_other_and_a_prompt_keeps_its_name(tmp_path: Path) -> None:
+    def row(step: int, prompt: int, token: int) -> dict[str, Any]:
+        return {"id": f"{step}-{token}", "step": step, "prompt_token_ids": [prompt], "token_ids": [token]}
+
+    write_rows(tmp_path / "10.jsonl", row(10, 1, 5), row(10, 2, 6))
+    write_rows(tmp_path / "9.jsonl", row(9, 2, 7), row(9, 1, 8), row(9, 2, 9))
+    recording = read_recorded(tmp_path, tokenizer=None, max_tokens=5)
+    assert tokens_of(recording) == [{"9-7": [[7], [9]], "9-8": [[8]]}, {"9-8": [[5]], "9-7": [[6]]}]
+    (tmp_path / "9.jsonl").unlink()
+    (tmp_path / "10.jsonl").rename(tmp_path / "log.txt")
+    with pytest.raises(ValueError, match="no rows; expected rollouts as"):
+        read_recorded(tmp_path, tokenizer=None, max_tokens=5)
+
+
+def test_progress_is_shown_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("srtrl.bench.recorded.SECONDS_PER_LINE", -1.0)
+    prompts = {"a": [[1, 1]], "b": [[2, 2]]}
+    replay(prompts)
+    assert capsys.readouterr() == ("", "prompts replayed: 0 of 2\nprompts replayed: 1 of 2\n")
 
 
 def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(tmp_path: Path) -> None:
@@ -140,18 +201,35 @@ def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(t
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     rows: list[tuple[object, str]] = [
         ('{"prompt": ', "not JSON: "),
-        ({"prompt_id": "a", "draw_index": 0}, "prompt: expected a text"),
+        ({"prompt_id": "a", "draw_index": 0}, "no prompt: expected prompt, messages, input or prompt_token_ids"),
+        ({"prompt": "x", "answer": "y"}, "no completion: expected text, completion, response, output, token_ids, or a"),
+        ({"messages": [USER], "choices": [{"message": {"content": None}}]}, "no completion: "),
+        ({"prompt": "x", "resps": [[["-1.5", "False"]]]}, "resps.0: expected a text or a list of texts, found [["),
+        ({"prompt": "x", "output": 5}, "output: expected a text or a list of texts, found 5"),
+        ({"prompt": "x", "completion": [USER, ASSISTANT]}, "completion: several messages are not one completion"),
+        ({"prompt": "x", "text": "y"}, "prompt is a text; give --tokenizer DIR"),
+        ({"messages": [USER, ASSISTANT]}, "prompt is a list of messages; give --tokenizer DIR"),
         ({"prompt": "x", "samples": []}, "samples: should have at least 1 item"),
         ({"prompt": "", "samples": [{"token_ids": [1]}]}, "prompt: should have at least 1 character"),
         ({"prompt_token_ids": [1], "token_ids": [True]}, "token_ids.0: should be a valid integer"),
         ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "samples.0.token_ids.0: should be less than"),
-        ({"prompt_token_ids": [1], "samples": [{}]}, "samples.0: expected a text (`prompt`, `text`) or"),
+        ({"prompt_token_ids": [1], "samples": [{}]}, "no completion: "),
     ]
     good = {"prompt_token_ids": [1], "samples": [{"token_ids": [1, 2]}]}
     for row, error in rows:
         path = write_rows(tmp_path / "rows.jsonl", good, row)
         with pytest.raises(ValueError, match="^" + re.escape(f"{path}:2: {error}")):
             read_recorded(path, tokenizer=None, max_tokens=10)
+    path = write_rows(tmp_path / "rows.jsonl", {"input": "x", "gts": "y"})
+    with pytest.raises(ValueError, match=re.escape("(all shapes: docs/data.md); the row has input, gts") + "$"):
+        read_recorded(path, tokenizer=None, max_tokens=10)
+    (tmp_path / "list.json").write_text('[["x", "y"]]')
+    with pytest.raises(ValueError, match=r"list\.json:1: .*found list"):
+        read_recorded(tmp_path / "list.json", tokenizer=None, max_tokens=10)
+    train_tokenizer([], 257).save_pretrained(tmp_path)
+    path = write_rows(tmp_path / "rows.jsonl", {"messages": [USER, ASSISTANT]})
+    with pytest.raises(ValueError, match=re.escape(f"{path}:1: prompt: the tokenizer has no chat template")):
+        read_recorded(path, tokenizer=str(tmp_path), max_tokens=10)
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -179,4 +257,10 @@ def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
     assert (found["num_samples"], found["steps"], found["steps_without_drafts"]) == (2, 3, 4)
     table = run("replay", rows_file, "--drafter", "none").stdout
     assert "rows.jsonl with none, at most 16 nodes per draft, 0 as history" in table
-    assert re.search(r"\| tokens per step +\| +1 \|", table)
+    figures = dict(re.findall(r"^\| (\D+?) +\| +(\d\S*) \|$", table, re.MULTILINE))
+    assert len(figures) == 6
+    assert figures["decode steps, one prompt at a time"] == figures["decode steps without drafts"] == "4"
+    assert figures["tokens per sample and decode step"] == "1"
+    assert "truncated" not in table
+    table = run("replay", rows_file, "--drafter", "none", "--max-tokens", 3).stdout
+    assert table.endswith("\n2 samples were truncated to 3 tokens (--max-tokens).\n")

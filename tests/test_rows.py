@@ -10,7 +10,15 @@ from runner_cases import branch, kv_index, make_batch, random_trees, size_of
 from srtrl.cuda.tiles import fill_tiles
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements, slices_of
+from srtrl.engine.step_inputs import (
+    NO_KV_INDEX,
+    PrefillChunk,
+    StepInputs,
+    StepShape,
+    fill_inputs,
+    num_elements,
+    slices_of,
+)
 
 Row = tuple[int, int, int, int, int, list[int]]
 """Token, rotary position, KV index, context length, page table, and the draft nodes that it sees."""

@@ -15,8 +15,8 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk
 from srtrl.engine.scheduler import Scheduler
+from srtrl.engine.step_inputs import Int32Array, Int64Array, PrefillChunk
 from srtrl.features.run_ahead import RunAhead
 from srtrl.types import Request
 
@@ -50,8 +50,8 @@ def run_ahead(draw: int, sample: int, prompt_length: int, max_new_tokens: int, r
 
 def name_of(sample: Sample | Request) -> str:
     """Its draw and sample, and "'" for a run-ahead."""
-    asked, is_background = (sample, False) if isinstance(sample, Request) else (sample.request, sample.is_background)
-    return f"{asked.draw_index}.{asked.sample_index}" + "'" * is_background
+    asked, is_run_ahead = (sample, False) if isinstance(sample, Request) else (sample.request, sample.is_run_ahead)
+    return f"{asked.draw_index}.{asked.sample_index}" + "'" * is_run_ahead
 
 
 def make(
@@ -59,14 +59,14 @@ def make(
 ) -> tuple[Scheduler, "FakeRunner"]:
     """A scheduler for sequences of up to 120 tokens, and the runner of its steps; `nodes`: draft nodes of a sample."""
     batch = Batch(num_slots, 120, PagePool(num_pages, page_size), nodes)
-    background = RunAhead(batch, StepCost(), NoDrafter(), max_slowdown=0.03)
-    scheduler = Scheduler(batch, prefill_chunk_tokens=chunk, max_draft_nodes=nodes, background=background)
+    run_ahead = RunAhead(batch, StepCost(), NoDrafter(), max_slowdown=0.03)
+    scheduler = Scheduler(batch, prefill_chunk_tokens=chunk, max_draft_nodes=nodes, run_ahead=run_ahead)
     return scheduler, FakeRunner(scheduler)
 
 
 def run_aheads_of(scheduler: Scheduler) -> RunAhead:
-    assert isinstance(scheduler.background, RunAhead)
-    return scheduler.background
+    assert isinstance(scheduler.run_ahead, RunAhead)
+    return scheduler.run_ahead
 
 
 class FakeRunner:
@@ -110,9 +110,9 @@ class FakeRunner:
         assert sum(len(chunk.token_ids) for chunk in step.chunks) <= scheduler.prefill_chunk_tokens
         slots = [self.slot_of(chunk) for chunk in step.chunks]
         assert len(set(slots)) == len(slots)
-        assert batch.is_background[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
+        assert batch.is_run_ahead[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
         of_run_aheads = [
-            len(chunk.token_ids) for slot, chunk in zip(slots, step.chunks, strict=True) if batch.is_background[slot]
+            len(chunk.token_ids) for slot, chunk in zip(slots, step.chunks, strict=True) if batch.is_run_ahead[slot]
         ]
         assert len(step.slots) - step.num_primaries + sum(of_run_aheads) <= max_run_ahead
         return step
@@ -209,7 +209,7 @@ class Run:
     def __init__(self, arriving: Arrivals, run_aheads: list[Request], options: dict[str, int]) -> None:
         self.scheduler, self.runner = make(**options)
         for asked in run_aheads:
-            self.scheduler.background.add([asked])
+            self.scheduler.run_ahead.add([asked])
         self.arriving = arriving
         self.arrived: set[int] = set()
         """RNG keys of primaries: their run-aheads have ended, running or waiting."""
@@ -230,12 +230,12 @@ class Run:
         # The runner hears of those that were ended by their samples with the next step's, as a drafter does.
         step = self.runner.schedule(max_run_ahead)
         assert self.arrived.isdisjoint(one.request.rng_key for one in run_aheads_of(scheduler).running), "from the line"
-        assert not (waits and scheduler.num_waiting and any(one.is_background for one in step.started))
+        assert not (waits and scheduler.num_waiting and any(one.is_run_ahead for one in step.started))
         slots = [(chunk, self.runner.slot_of(chunk)) for chunk in step.chunks]
         chunks = [
             (self.runner.live[slot], chunk.start, chunk.token_ids.tolist())
             for chunk, slot in slots
-            if not scheduler.batch.is_background[slot]
+            if not scheduler.batch.is_run_ahead[slot]
         ]
         results = self.runner.run(step)
         assert all(room == 0 for name, (room, _, _) in results.items() if "'" in name)
@@ -384,7 +384,7 @@ def test_what_is_scheduled(
     scheduler, runner = make(**options)
     for arrival, one, _ in asked:
         if arrival is None:
-            scheduler.background.add([one])
+            scheduler.run_ahead.add([one])
     steps = []
     for number, limit in enumerate(limits):
         for arrival, one, expected_tokens in asked:

@@ -134,7 +134,7 @@ def test_a_model_is_asked_as_the_suite_says_and_a_run_as_it_was_trained(data: Pa
 
 
 def test_data_that_does_not_fit_is_said_before_weights(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srtrl.build.load_policy", None)
+    monkeypatch.setattr("srtrl.build_models.load_policy", None)
     write_rows(data / "math500.jsonl", *MATH, {"problem": "no answer"})
     result = run("eval", "bundled:tiny", "--suite", "math", "--only", "gsm8k,math500", "--data-dir", data)
     assert result.exit_code == 2

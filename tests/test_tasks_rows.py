@@ -1,9 +1,11 @@
 """The tasks of rows, `math` and `prompts`: rows become prompts or are skipped; runs without verdicts."""
 
+import gzip
 import json
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +22,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report.page import write_report
-from srtrl.run.metrics import run_figures
+from srtrl.run.step_metrics import run_figures
 from srtrl.statistics import mean_interval
 from srtrl.tasks import math, prompts
 from srtrl.tasks.base import load_task
@@ -214,6 +216,32 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
     parquet.write_bytes(parquet.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"train\.parquet: cannot read this Parquet file"):
         list(read_rows(RowSource(files=[str(parquet)])))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "lines.json", "rows.jsonl.gz", "rows.json.gz"])
+def test_other_files_of_json_give_the_same_prompts(tmp_path: Path, name: str) -> None:
+    """An array may begin with blanks; items are numbered from 1, as lines are."""
+    rows = [{"problem": f"{i}+{i}?", "answer": i + i, "extra": {"level": i}} for i in range(40)]
+    expected = load(write_rows(tmp_path / "rows.jsonl", rows)).train_prompts
+    is_array = name in ("rows.json", "rows.json.gz")
+    text = ("\n [" + ",\n".join(map(json.dumps, rows)) + "]\n") if is_array else "\n".join(map(json.dumps, rows))
+    content = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    path = tmp_path / name
+    path.write_bytes(content)
+    for mine, other in zip(load({"files": [str(path)]}).train_prompts, expected, strict=True):
+        assert mine == replace(other, prompt_id=other.prompt_id.replace("rows.jsonl", name))
+    damaged = content[:-30] if name.endswith(".gz") else content.replace(b"[", b"[[", 1) if is_array else b"[1]"
+    path.write_bytes(damaged)
+    with pytest.raises(
+        ValueError, match=rf"cannot read \S+{name}: Compressed file ended|{name}(: no array in JSON|:1: exp)"
+    ):
+        load({"files": [str(path)]})
+
+
+def test_messages_may_be_a_text_of_json(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    given, texts = (load_rows(tmp_path, {"prompt": value}).train_prompts for value in (messages, json.dumps(messages)))
+    assert [(one.text, one.token_ids) for one in given] == [(one.text, one.token_ids) for one in texts]
 
 
 # --- Without a verifier -----------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from srtrl.algorithms.advantages import token_level
-from srtrl.build import build_parts, build_policy
+from srtrl.build import build_parts
+from srtrl.build_models import build_policy
 from srtrl.features.teacher import check_scores, check_vocabulary, teacher_advantages
 from srtrl.metrics import read_metrics
 from srtrl.model.files import read_tensors

@@ -22,18 +22,18 @@ from rich.console import Console
 from tiny_run import DAPO, PPO, learned_rows, make_recipe, open_run, train
 from update_cases import CALLS, flawed
 
-from srtrl import build
+from srtrl import build, build_models
 from srtrl.drafters.srt import Drafter
 from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
-from srtrl.run.metrics import describe_step, headline, run_figures, step_problems
 from srtrl.run.progress import SPARKS, RunProgress, sparkline
+from srtrl.run.step_metrics import describe_step, headline, run_figures, step_problems
+from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
 from srtrl.trainer.optimizer import learning_rate_at
-from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingStoppedError
 
 QUICK: dict[str, Any] = {
@@ -204,7 +204,7 @@ def test_an_error_in_a_step_stops_with_the_last_checkpoint(
         checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
         assert f"The last checkpoint is intact: {checkpoint}" in str(caught.value)
         assert learned(tmp_path / "run")[-1]["step"] == 1
-        build.build_policy(recipe, str(checkpoint), torch.device("cpu"))
+        build_models.build_policy(recipe, str(checkpoint), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -456,8 +456,8 @@ def test_an_update_that_has_no_attention_for_its_heads_is_refused(
 ) -> None:
     """Before any rollout; whoever only decodes needs none."""
     check = Mock()
-    monkeypatch.setattr(build, "check_packed_attention", check)
+    monkeypatch.setattr(build_models, "check_packed_attention", check)
     recipe = make_recipe(policy, tmp_path, model__dtype="bfloat16")
-    model = build.build_policy(recipe, recipe.model.path, torch.device("cpu"))
-    build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
+    model = build_models.build_policy(recipe, recipe.model.path, torch.device("cpu"))
+    build_models.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     check.assert_called_once_with(torch.device("cpu"), torch.bfloat16, model.config.head_dim)

@@ -21,7 +21,7 @@ from padded_update import LOSSES, RATIO_CAP, REDUCTIONS, naive_batches, padded_s
 from torch import Tensor
 from update_cases import CALLS, RecordingSGD, distance, flawed, make_policy, make_recipe, make_sequences, update
 
-from srtrl import build
+from srtrl import build, build_models
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer.learner import mini_batches
@@ -246,7 +246,7 @@ def test_the_message_names_the_stage_and_options_that_help(
     words = r"(?s)^step 3, update: .* too small. CUDA out of memory.\n.*train\.micro_batch_tokens \(the same gradient\)"
     with pytest.raises(UpdateMemoryError, match=words), explain_out_of_memory("step 3, update"):
         raise error
-    monkeypatch.setattr(build, "make_policy_optimizer", Mock(side_effect=error))
+    monkeypatch.setattr(build_models, "make_policy_optimizer", Mock(side_effect=error))
     with pytest.raises(UpdateMemoryError, match=r"(?s)^loading the models: the device's memory is too small.*--check"):
         build.build_parts(tiny_run.make_recipe(policy, tmp_path))
     assert "start again with --overwrite" in how_to_resume(tmp_path / "empty")

@@ -19,7 +19,7 @@ from rank_cases import FORKED, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from srtrl import build, ranks
+from srtrl import build_models, ranks
 from srtrl.environments.base import Messages, ToolCall
 from srtrl.environments.calculator import Environment
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
@@ -29,11 +29,11 @@ from srtrl.model.folders import load_tokenizer
 from srtrl.model.weights import load_model
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
+from srtrl.rollout.one_turn import OneTurn
 from srtrl.rollout.packing import pack
-from srtrl.rollout.turns import Turns
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
-from srtrl.tasks.base import load_task
+from srtrl.tasks.base import TaskBase, load_task
 from srtrl.trainer.passes import UpdateContext
 from srtrl.types import Prompt, TrainSequence
 from srtrl.warm_start import training as warm_start
@@ -87,7 +87,7 @@ class Greets(Environment):
         return [{"role": "user", "content": self.shared}]
 
 
-class OneSolution:
+class OneSolution(TaskBase):
     """A task as far as a warm start reads it."""
 
     def __init__(self, text: str, number: int = 1) -> None:
@@ -166,7 +166,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
     sequences, logprobs = [], []
     for prompt in task.train_prompts[:5]:
         solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
-        sequences.append(solution_sequence(task, Turns(tokenizer), prompt))
+        sequences.append(solution_sequence(task, OneTurn(tokenizer), prompt))
         assert sequences[-1].token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
         token_ids = torch.from_numpy(sequences[-1].token_ids)
         rows = peer(token_ids[None]).logits[0].log_softmax(-1)  # [L, V]
@@ -178,7 +178,7 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 
     assert len(list(pack(sequences, 100, "cpu"))) > 1  # several micro-batches
     model = load_model(str(policy), dtype=torch.float64, device="cpu")
-    optimizer = build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
+    optimizer = build_models.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     context = UpdateContext(recipe=recipe, step=1)
     assert recipe.warm_start is not None
     updates = update_plan(recipe.warm_start)
@@ -208,7 +208,7 @@ def test_tokens_and_targets_are_those_of_a_rollout() -> None:
                     text += f"\n<interpreter>\n{OUTPUTS[number]}\n</interpreter>\n"
             assert completion is not None
             assert answer.conversation is not None
-            sequence = solution_sequence(OneSolution(text), conversations, PROMPT)  # type: ignore[arg-type]
+            sequence = solution_sequence(OneSolution(text), conversations, PROMPT)
         num_prompt = len(PROMPT.token_ids)
         assert sequence.token_ids.tolist() == [*PROMPT.token_ids, *completion.response.token_ids.tolist()]
         is_model = [kind == "model" for kind, length in answer.conversation.segments for _ in range(length)]

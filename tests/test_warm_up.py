@@ -44,9 +44,9 @@ filtered = [replace(one, sampling=replace(one.sampling, top_k=4)) for one in req
 ahead = requests_for([(6,), (7, 8)], max_new_tokens=12, seed=1)
 chosen, cost = options(draft_budget="auto", num_pages=60), StepCost(points=((1, 1.0), (2000, 1.0)))
 policy = tiny_policy(getattr(torch, sys.argv[1]), vocab_size=12)
-background = partial(RunAhead, max_slowdown=0.03)
+run_ahead = partial(RunAhead, max_slowdown=0.03)
 engine = Engine(
-    policy, chosen, drafter=Drafter(), cost=cost, compile_kernels=compile_kernels, background=background
+    policy, chosen, drafter=Drafter(), cost=cost, compile_kernels=compile_kernels, run_ahead=run_ahead
 )
 engine.warm_up()
 before = compiled()

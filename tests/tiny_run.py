@@ -61,6 +61,19 @@ HEAD: dict[str, Any] = {
     "train__mini_batch_prompts": 4,
 }
 """One optimizer step of the policy a step, since each is followed by 32 of the head."""
+EASY: dict[str, Any] = {
+    "name": "arithmetic",
+    "label": "easy",
+    "weight": 2,
+    "options": {"num_train": 10, "num_eval": 6, "max_operations": 2},
+}
+LUCKY: dict[str, Any] = {
+    "name": "tiny_run:LuckyTask",
+    "weight": 1,
+    "options": {"num_train": 7, "num_eval": 6, "max_operations": 2, "seed": 3},
+    "rewards": [{"name": "correct", "options": {"incorrect": -1.0}}],
+}
+"""Two tasks of a mixture; the second has rewards of its own."""
 
 
 def digits(sample: RewardInput) -> float:

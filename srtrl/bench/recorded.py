@@ -1,23 +1,28 @@
-"""Recorded rollouts: JSONL rows of any trainer, or the `rollouts/*.parquet` of a run of ours.
+"""Recorded rollouts: JSONL or Parquet rows of any trainer or engine, or the `rollouts/*.parquet` of a run of ours.
 
 `srtrl replay` counts the decode steps of them, the trace-driven benchmarks decode them again, and drafters can learn
 them before they start.
 """
 
-from collections.abc import Iterable
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, model_validator
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.noise import make_rng_key
 from srtrl.recipe.file import RecipeError, read_source, validate_section
 from srtrl.recipe.schema import Section
+from srtrl.tasks.rendering import Message, apply_chat_template
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import Completion, Request, Response, SamplingParams, SegmentKind
 
@@ -72,7 +77,18 @@ class RecordedPrompt:
 
 
 Recording = list[list[RecordedPrompt]]
-"""One list of prompts for each training step of a run, in order; a JSONL file is one step."""
+"""One list of prompts for each training step of a run, in order; rows without a `step` are one for each file."""
+
+SUFFIXES = (".jsonl", ".parquet")
+"""Of the files that are read in a folder."""
+
+SECONDS_PER_LINE = 10.0
+"""Of progress."""
+
+Names = dict[tuple[int, ...], str]
+"""Tokens of a prompt -> the name that the first row with them has."""
+
+ItemT = TypeVar("ItemT")
 
 
 def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt]) -> None:
@@ -99,10 +115,9 @@ def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Reco
     """Read recorded rollouts.
 
     Args:
-        path: A JSONL file with rows `{"id", "prompt", "samples": [{"text"}, ...]}`, or `{"id", "prompt", "text"}` for
-            each sample; a Parquet file of a run's `rollouts/`; that folder, or the run's. In a JSONL file
-            `prompt_token_ids` may replace `prompt` and `token_ids` replace `text`; they are not changed.
-        tokenizer: Folder or hub name; it encodes texts, and its end token is appended to each sample's.
+        path: A JSONL or Parquet file of any trainer or engine (docs/data.md has the shapes of its rows), a Parquet file
+            of a run's `rollouts/`, a folder of such files, or that of a run. Token ids are not changed.
+        tokenizer: Folder or hub name; it encodes texts and messages, and its end token is appended to each sample's.
         max_tokens: Samples are truncated to this number of tokens.
 
     Raises:
@@ -114,16 +129,29 @@ def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Reco
         raise ValueError(f"--tokenizer: {error}") from error
     files = [path]
     if path.is_dir():
-        files = sorted((path / "rollouts" if (path / "rollouts").is_dir() else path).glob("step_*.parquet"))
-    rows = [_read(file) for file in files]
-    if not any(rows):
+        folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+        files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
+    rows = [row for index, file in enumerate(files) for row in _read(file, index)]
+    rows.sort(key=lambda item: (item[1].step, item[1].draw_index, item[1].sample_index))
+    if not rows:
         raise ValueError(f"{path}: no rows; expected rollouts as .jsonl or .parquet, or the folder of a run")
     recipe = next((one for one in (path, *path.parents[:2]) if (one / "recipe.yaml").is_file()), None)
     seed = None if recipe is None or path.suffix == ".jsonl" else read_source(recipe / "recipe.yaml").data.get("seed")
-    return [
-        merge_prompts(_prompt_of(*row, index, encoder, seed, max_tokens) for index, row in enumerate(of_step))
-        for of_step in rows
-    ]
+    names: Names = {}
+    steps = []
+    for _, of_step in groupby(with_progress(rows, f"{path}: rows tokenised"), lambda row: row[1].step):
+        steps.append(merge_prompts(_prompt_of(*row, names, encoder, seed, max_tokens) for row in of_step))
+    return steps
+
+
+def with_progress(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+    """The items; every ten seconds a line on standard error says how many of them are done."""
+    last = monotonic()
+    for number, item in enumerate(items):
+        if monotonic() > last + SECONDS_PER_LINE:
+            last = monotonic()
+            print(f"{what}: {number:,} of {len(items):,}", file=sys.stderr)
+        yield item
 
 
 def _truncated(sample: RecordedSample, max_tokens: int) -> RecordedSample:
@@ -158,10 +186,30 @@ def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Ext
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
+PROMPTS = ("prompt", "messages", "input", "arguments.gen_args_0.arg_0", "arguments.0.0")
+TEXTS = ("text", "completion", "response", "output")
+LISTS = ("samples", "outputs", "choices", "response.choices", "response.body.choices", "resps.0", *TEXTS[1:])
+"""Names that trainers and engines give to a prompt, a completion and a list of completions."""
+
+
+def _named(*names: str) -> Any:
+    """An optional field: the first of these that the row has; `a.b` is the field (or the item) `b` of `a`."""
+    split = ([int(part) if part.isdigit() else part for part in name.split(".")] for name in names)
+    return Field(default=None, validation_alias=AliasChoices(*(AliasPath(str(first), *rest) for first, *rest in split)))
+
+
+def _list_samples(value: Any) -> Any:
+    """A text, a message, or a list of samples some of which are texts, as a list of samples."""
+    values = value if isinstance(value, list) else [value]
+    if value is not None and not all(isinstance(one, str | dict) for one in values):
+        raise ValueError(f"expected a text or a list of texts, found {json.dumps(value)[:80]}")
+    if len(values) > 1 and all(isinstance(one, dict) and "role" in one for one in values):
+        raise ValueError("several messages are not one completion; rows of several turns are not supported")
+    return None if value is None else [{"text": one} if isinstance(one, str) else one for one in values]
 
 
 class _Sample(Section, extra="ignore"):
-    text: str | None = None
+    text: str | None = _named(*TEXTS, "message.content", "content")
     token_ids: TokenIds | None = None
     segment_kinds: list[SegmentKind] | None = None
     """In a run's files, as `segment_lengths`: samples of several turns."""
@@ -171,13 +219,23 @@ class _Sample(Section, extra="ignore"):
 class _Row(_Sample):
     """A prompt with its samples; without any the row itself is one, as in a run's Parquet files."""
 
-    id: Any = Field(default=None, validation_alias=AliasChoices("id", "prompt_id"))
-    prompt: Text | None = None
+    id: Any = _named("id", "prompt_id")
+    step: int
+    prompt: Text | list[Message] | None = _named(*PROMPTS)
     prompt_token_ids: TokenIds | None = None
     draw_index: int = 0
     sample_index: int = 0
-    samples: Annotated[list[_Sample], Field(min_length=1)] | None = None
-    """A list of {"text": ...} or {"token_ids": ...}."""
+    text: str | None = None
+    samples: Annotated[list[_Sample] | None, Field(min_length=1), BeforeValidator(_list_samples)] = _named(*LISTS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def split_messages(cls, fields: Any) -> Any:
+        """The last of `messages` is the completion, if it is the assistant's."""
+        match fields.get("messages"):
+            case [*prompt, {"role": "assistant", "content": str(text)}] if "prompt" not in fields:
+                return {"text": text} | fields | {"prompt": prompt}
+        return fields
 
     @property
     def all_samples(self) -> list[_Sample]:
@@ -185,47 +243,62 @@ class _Row(_Sample):
         return self.samples or [self]
 
 
-def _read(path: Path) -> list[tuple[str, _Row]]:
-    """The rows of a file, checked, each with its place; those of a Parquet file by draw and sample."""
+def _read(path: Path, index: int) -> list[tuple[str, _Row]]:
+    """The rows of a file, checked, each with its place; `index` is the step of those without one."""
     rows = []
-    for row in read_rows(RowSource(files=[str(path)])):
-        if isinstance(row.fields, RowError):
-            raise ValueError(f"{row.place}: {row.fields}") from row.fields
+    for place, fields in ((row.place, row.fields) for row in read_rows(RowSource(files=[str(path)]))):
+        if isinstance(fields, RowError):
+            hint = "" if path.suffix in SUFFIXES else "; expected JSONL, one object in each line"
+            raise ValueError(f"{place}: {fields}{hint}") from fields
         try:
-            rows.append((row.place, validate_section(_Row, dict(row.fields))))
+            row = validate_section(_Row, {"step": index, **fields})
         except RecipeError as error:
-            raise ValueError(f"{row.place}: {error.problems[0]}") from error
-    if path.suffix == ".parquet":
-        rows.sort(key=lambda item: (item[1].draw_index, item[1].sample_index))
+            raise ValueError(f"{place}: {error.problems[0]}") from error
+        problem = ""
+        if (row.prompt_token_ids or row.prompt) is None:
+            problem = f"no prompt: expected {', '.join(PROMPTS[:3])} or prompt_token_ids"
+        elif any((sample.token_ids or sample.text) is None for sample in row.all_samples):
+            problem = f"no completion: expected {', '.join(TEXTS)}, token_ids, or a list in {', '.join(LISTS[:3])}"
+        if problem:
+            raise ValueError(f"{place}: {problem} (all shapes: docs/data.md); the row has {', '.join(fields)}")
+        rows.append((place, row))
     return rows
 
 
 def _prompt_of(
-    place: str, row: _Row, index: int, tokenizer: "PreTrainedTokenizerBase | None", seed: int | None, max_tokens: int
+    place: str, row: _Row, names: Names, tokenizer: "PreTrainedTokenizerBase | None", seed: int | None, max_tokens: int
 ) -> RecordedPrompt:
-    prompt = row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)
+    """The row as a prompt; one without a name gets a number, the same for the same tokens."""
+    prompt = tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt or "", tokenizer))
     samples = []
     for number, sample in enumerate(row.all_samples):
-        token_ids = sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True)
+        token_ids = sample.token_ids or _encode(
+            f"{place}: samples.{number}", sample.text or "", tokenizer, is_sample=True
+        )
         whole = RecordedSample(
             tokens=np.array(token_ids, np.int32),
             extensions=find_extensions(sample.segment_kinds or (), sample.segment_lengths or ()),
             rng_key=None if seed is None else make_rng_key(seed, "train", row.draw_index, row.sample_index),
         )
         samples.append(_truncated(whole, max_tokens))
-    prompt_id = str(index if row.id is None else row.id)
-    return RecordedPrompt(prompt_id=prompt_id, prompt_token_ids=tuple(prompt), samples=samples)
+    prompt_id = names.setdefault(prompt, str(len(names) if row.id is None else row.id))
+    return RecordedPrompt(prompt_id=prompt_id, prompt_token_ids=prompt, samples=samples)
 
 
 def _encode(
-    place: str, text: str | None, tokenizer: "PreTrainedTokenizerBase | None", *, is_sample: bool = False
+    place: str, text: str | list[Message], tokenizer: "PreTrainedTokenizerBase | None", *, is_sample: bool = False
 ) -> list[int]:
-    """The tokens of a text; those of a sample end with the end token, once."""
-    if not text:
-        raise ValueError(f"{place}: expected a text (`prompt`, `text`) or token ids (`prompt_token_ids`, `token_ids`)")
+    """The tokens of a text, or of messages through the chat template; a sample's end with the end token, once."""
     if tokenizer is None:
-        raise ValueError(f"{place} is a text; give --tokenizer DIR, the tokenizer to encode it with")
-    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not is_sample)
+        what = "a text" if isinstance(text, str) else "a list of messages"
+        raise ValueError(f"{place} is {what}; give --tokenizer DIR, the tokenizer to encode it with")
+    add_special_tokens = isinstance(text, str) and not is_sample
+    if isinstance(text, list):
+        try:
+            (text,) = apply_chat_template(tokenizer, [text], {})
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     end = tokenizer.eos_token_id
     if is_sample and end is None:
         raise ValueError(f"{place}: the tokenizer has no end token to put after the text (eos_token)")

@@ -12,7 +12,9 @@ from srtrl.recipe.schema import MAX_WIDTH
 def replay(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Rollouts: a run's folder, Parquet of its rollouts/, or JSONL."),
+        typer.Argument(
+            metavar="FILE", help="A run's folder, or JSONL or Parquet of any trainer or engine, or a folder of it."
+        ),
     ],
     *,
     tokenizer: Annotated[
@@ -42,6 +44,12 @@ def replay(
     compared with them. The first token of each sample is not drafted. The output of tools between the turns of a
     sample is read and not counted. The steps of a run are replayed in order, so each is history for the next.
     Rollouts do not contain what else the policy took to be likely: in the run itself, drafts knew it.
+
+    A row of another trainer or engine has a prompt (prompt, messages, input or prompt_token_ids) and its completion
+    (text, completion, response, output or token_ids) or several (samples, outputs or choices: a list of texts or of
+    such rows). So have the results of vLLM, of OpenAI's interface and of lm-eval (--log_samples), and the logs of
+    verl (rollout_data_dir) and TRL (log_completions). docs/data.md shows the shapes. Rows with a field `step` are
+    replayed in its order; rows of a step with the same prompt are one group.
     """
     check_history(history)
     from srtrl.bench.recorded import read_recorded
@@ -61,9 +69,19 @@ def replay(
         print(json.dumps(settings | row | {"drafter_metrics": built.take_metrics()}))
         return
     print(f"{file} with {drafter}, at most {draft_budget} nodes per draft, {history:g} as history\n")
-    print(f"| {'figure':<22} | {'value':>9} |\n| {'-' * 22} | {'-' * 8}: |")
-    for name, value in row.items():
-        print(f"| {name.replace('_', ' '):<22} | {format_cell(value):>9} |")
+    figures = {
+        "samples decoded": counts.num_samples,
+        "decode steps, one prompt at a time": counts.steps,
+        "decode steps without drafts": counts.steps_without_drafts,
+        "tokens per sample and decode step": row["tokens_per_step"],
+        "tokens verified per sample and decode step": row["verified_per_step"],
+        "microseconds of drafting per sample and step": row["draft_us"],
+    }
+    print(f"| {'figure':<44} | {'value':>9} |\n| {'-' * 44} | {'-' * 8}: |")
+    for name, value in figures.items():
+        print(f"| {name:<44} | {format_cell(value):>9} |")
+    if counts.num_cut:
+        print(f"\n{counts.num_cut:,} samples were truncated to {max_tokens:,} tokens (--max-tokens).")
     if tokenizer is not None:
         print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
 

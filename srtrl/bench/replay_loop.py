@@ -14,7 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from srtrl.bench.recorded import RecordedPrompt, RecordedSample, Recording, feed_drafter, recorded_completion
+from srtrl.bench.recorded import (
+    RecordedPrompt,
+    RecordedSample,
+    Recording,
+    feed_drafter,
+    recorded_completion,
+    with_progress,
+)
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
 from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
@@ -50,7 +57,7 @@ class ReplayCounts:
     """In every other call of the drafter."""
 
     def to_row(self) -> dict[str, Any]:
-        """The counts and their averages, as `srtrl replay` prints them.
+        """The counts and their averages, as `srtrl replay --json` prints them.
 
         `tokens_per_step` is the number of tokens that a sequence gets from a decode step (1 without drafts),
         `verified_per_step` the number that it brings into one: its draft's nodes, and one. `draft_us` are microseconds
@@ -119,7 +126,7 @@ class Replay:
         samples = [sample for prompt in chain.from_iterable(recording) for sample in prompt.samples]
         self.counts.num_cut = sum(sample.is_cut for sample in samples)
         self._drafter.knows_noise = self._noise and all(sample.rng_key is not None for sample in samples)
-        draw = 0
+        draws = enumerate(with_progress([*chain.from_iterable(recording)], "prompts replayed"))
         for prompts in recording:
             pairs = [prompt.split(self._history) for prompt in prompts]
             history = [known for known, _ in pairs]
@@ -128,8 +135,8 @@ class Replay:
                     feed_drafter(self._drafter, history)
                 self.counts.num_observed_tokens += sum(len(one.tokens) for known in history for one in known.samples)
             for known, others in pairs:
+                draw, _ = next(draws)
                 self._decode(others, draw, len(known.samples))
-                draw += 1
             with self._clock("insert_seconds"):
                 self._drafter.end_step()
         return self.counts

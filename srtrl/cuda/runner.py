@@ -1,10 +1,10 @@
-"""Decode steps on a CUDA device: one copy to it, one graph launch, one copy back, and one wait.
+"""Decode steps on a CUDA device: one graph launch and one wait.
 
-The host writes a step into pinned memory (`inputs_for`), `launch` queues its copy, the moves of KV that the step before
-has left, the forward pass with sampling, and the copy of the results, and returns while the device computes; `wait`
-brings the tokens and log-probs. Kernels find all inputs at fixed addresses, so that a captured graph can be replayed.
+The host writes a step into pinned memory (`inputs_for`); `launch` queues its copy to the device, the moves of KV that
+the step before has left, the forward pass with sampling, and the copy of the results, and returns while the device
+computes; `wait` brings the tokens and log-probs. All lie at fixed addresses, so that one captured graph holds them.
 The same path runs on a CPU under Triton's interpreter, kernel by kernel, for tests. Letters: see
-`srtrl/engine/rows.py`; V vocabulary, D width of the model, K most likely tokens.
+`srtrl/engine/step_inputs.py`; V vocabulary, D width of the model, K most likely tokens.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,9 @@ from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
 from srtrl.cuda.shapes import LaunchShape, ShapePlanner, row_edges
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, fill_tiles
-from srtrl.engine.rows import (
+from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
+from srtrl.engine.step_inputs import (
     Array,
     Int32Array,
     Int64Array,
@@ -33,8 +35,6 @@ from srtrl.engine.rows import (
     slices_of,
     views_of,
 )
-from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens
@@ -52,31 +52,36 @@ FILTERED_AT_ONCE = 64
 
 
 class PinnedCopy:
-    """An int32 array on the host, pinned where the device is a CUDA device, and its twin there."""
+    """An int32 array on the host, pinned where the device is a CUDA device, and its twin there; a graph may copy it."""
 
     def __init__(self, length: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self.host = torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda)
+        self.host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
-        self._done = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def upload(self, length: int) -> None:
         """Queue the copy of the first elements to the device."""
-        self._copy(self.host[:length], self.device[:length])
+        self.device[:length].copy_(self.host[:length], non_blocking=True)
 
     def download(self, length: int) -> None:
         """Queue the copy of the first elements to the host."""
-        self._copy(self.device[:length], self.host[:length])
+        self.host[:length].copy_(self.device[:length], non_blocking=True)
+
+
+class QueueMark:
+    """A place in the device's queue of work; on a CPU, where nothing is queued, there is nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Mark the end of what is queued now."""
+        if self._event is not None:
+            self._event.record()
 
     def wait(self) -> None:
-        """Return when the last copy is done, so that the host's array may be read or written."""
-        if self._done is not None:
-            self._done.synchronize()
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
+        """Return when all that was queued before the mark is done."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,8 +89,10 @@ class CudaStep:
     """The views of one shape of step, which are kept: to make them takes longer than to fill them."""
 
     shape: LaunchShape
-    num_elements: int
-    """Of the arrays on the host, end to end."""
+    num_inputs: int
+    """Elements of the arrays on the host, end to end."""
+    num_results: int
+    """Elements of the results, end to end."""
     host: dict[str, Array]
     """The arrays of `LaunchShape.fields` on the host; among them those of `inputs`."""
     inputs: StepInputs
@@ -149,7 +156,7 @@ class CudaRunner(Runner):
             )
         self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
-        """The device's work in a step; tests replace it by plain PyTorch."""
+        """What the device computes in a step; tests replace it by plain PyTorch."""
         self._has_graphs = is_cuda and options.cuda_graphs
         self._graphs = StepGraphs(device if self._has_graphs else None)
         self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
@@ -159,6 +166,8 @@ class CudaRunner(Runner):
         self._staging = PinnedCopy(num_elements(largest.fields()), device)
         self._num_top = options.num_top
         self._results = PinnedCopy(2 * (1 + self._num_top) * aligned(largest.step.num_sampled), device)
+        self._end = QueueMark(device)
+        """Of the step that was launched last."""
         self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # Tables of its own: the model's are made anew when the update needs longer ones.
         self._rotary = [table.build(self.planner.max_positions, self.model.dtype, device) for table in policy.rotary]
@@ -182,19 +191,19 @@ class CudaRunner(Runner):
         if not self._has_graphs:
             self.time_step(1, 1, 1)
             return
-        self._staging.wait()
+        self._end.wait()
         self._staging.host.zero_()  # each is computed once before it is captured, without tiles
-        self._staging.upload(len(self._staging.host))
         self._drop_graphs_if_moved()
         shapes = self.planner.graph_shapes()
-        self._graphs.prepare({shape.graph_key: partial(self.compute, self._make_step(shape)) for shape in shapes})
+        self._graphs.prepare({shape: partial(self._run_step, self._make_step(shape)) for shape in shapes})
+        self._end.record()
 
     def inputs_for(self, size: StepSize) -> StepInputs:
-        """See `Runner`. Waits until the device has read the inputs of the step before."""
+        """See `Runner`. Waits until the device is done with the step before."""
         shape = self.planner.shape(size)
         step = self._step = self._steps.get(shape) or self._make_step(shape)
         self._steps.move_to_end(shape)
-        self._staging.wait()
+        self._end.wait()
         step.host["split_keys"][0] = self.planner.split_keys(size, shape)
         step.host["num_moves"][0] = num_moves = len(self._moves)
         step.host["moves"][:num_moves] = self._moves
@@ -221,9 +230,8 @@ class CudaRunner(Runner):
         if self._may_have_moved:
             self._drop_graphs_if_moved()
         try:
-            self._staging.upload(step.num_elements)
             can_capture = step.shape.is_captured
-            is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
+            is_prepared = self._graphs.run(step.shape, partial(self._run_step, step), can_capture=can_capture)
             if filters is not None:
                 self._sample_filtered(step, filters)
         except torch.OutOfMemoryError as error:
@@ -233,15 +241,14 @@ class CudaRunner(Runner):
                 "steps smaller"
             ) from error
         self.was_prepared = is_prepared and self._can_be_timed
-        if shape.num_sampled:
-            self._results.download(2 * (1 + self._num_top) * aligned(shape.num_sampled))
+        self._end.record()
 
     def wait(self, num_sampled: int) -> SampledRows:
         """See `Runner`."""
         step = self._step
         assert step is not None, "no step was launched"
         if num_sampled:
-            self._results.wait()
+            self._end.wait()
         self._can_be_timed = num_sampled > 0  # else the rest of this step counts as the next one's time
         results = step.results
         token_ids, logprobs = results.token_ids[:num_sampled].copy(), results.logprobs[:num_sampled].copy()
@@ -260,6 +267,12 @@ class CudaRunner(Runner):
         self.was_prepared &= is_prepared  # the host's time is part of this step, the device's of the next one
         self._can_be_timed &= is_prepared
         return is_prepared
+
+    def _run_step(self, step: CudaStep) -> None:
+        """What a graph holds: the copies of a step's inputs and results, too, each of which costs the host a call."""
+        self._staging.upload(step.num_inputs)
+        self.compute(step)
+        self._results.download(step.num_results)
 
     @torch.inference_mode()
     def _compute_by_kernels(self, step: CudaStep) -> None:
@@ -299,6 +312,7 @@ class CudaRunner(Runner):
             filtered = filter_top_k_top_p(logits, temperatures, top_k[rows], top_p[rows])
             self._sample(step, rows, filtered)
             step.logprobs[rows] = row_logprobs(logits, temperatures, step.tokens[rows].long())
+        self._results.download(step.num_results)
 
     def _sample(self, step: CudaStep, rows: slice, logits: Tensor, top: tuple[Tensor, Tensor] | None = None) -> None:
         noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])
@@ -329,7 +343,8 @@ class CudaRunner(Runner):
         tokens, logprobs, *top = parts(self._results.device)
         step = self._steps[shape] = CudaStep(
             shape=shape,
-            num_elements=num_elements(layout),
+            num_inputs=num_elements(layout),
+            num_results=2 * (1 + k) * width,
             host=host,
             inputs=StepInputs(shape.step, *(host[name] for name in shape.step.fields())),
             results=SampledRows(token_ids=host_tokens, logprobs=host_logprobs),

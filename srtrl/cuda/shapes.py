@@ -22,8 +22,8 @@ from srtrl.cuda.tiles import (
     programs_per_device,
 )
 from srtrl.engine.draft_budget import MAX_ROWS
-from srtrl.engine.rows import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
+from srtrl.engine.step_inputs import Fields, StepShape, StepSize, num_ancestor_words
 from srtrl.model.transformer import ModelConfig
 
 MAX_GRAPH_ROWS = 2048
@@ -53,11 +53,6 @@ class LaunchShape(NamedTuple):
     """Query rows of that kernel's matrix products: a tile's rows times the query heads of a key-value head, padded."""
     num_splits: int = 1
     """Parts into which that kernel splits the keys of a tile."""
-
-    @property
-    def graph_key(self) -> "LaunchShape":
-        """Steps with the same key launch the same kernels over the same addresses."""
-        return self._replace(step=self.step._replace(num_tables=0))
 
     @property
     def is_captured(self) -> bool:
@@ -126,7 +121,7 @@ class ShapePlanner:
             fewest = (before + 1) / min(rows, self._max_tables)  # rows of a sequence, on average
             block_m = self._block_m(fewest)
             while block_m <= self._block_m(rows):
-                shapes.append(self._launch(rows, rows, block_m, self.least_width, self._max_tables))
+                shapes.append(self._launch(rows, rows, block_m, self.least_width))
                 block_m *= 2
         return shapes[::-1]
 
@@ -141,7 +136,7 @@ class ShapePlanner:
             samples_all = num_real - num_sampled <= MAX_SAMPLED_PROMPT_ROWS
             num_sampled = num_rows if samples_all else padded_rows(num_sampled)
         table_width = padded_width(size.max_pages, self.max_table_width, self.least_width)
-        return self._launch(num_rows, num_sampled, self._block_m(num_real / num_sequences), table_width, num_sequences)
+        return self._launch(num_rows, num_sampled, self._block_m(num_real / num_sequences), table_width)
 
     def split_keys(self, size: StepSize, shape: LaunchShape) -> int:
         """Keys of one split of a step's tiles: `choose_split_keys`."""
@@ -155,9 +150,7 @@ class ShapePlanner:
         )
         return choose_split_keys(max_keys=size.max_keys, num_splits=min(wanted, shape.num_splits))
 
-    def _launch(
-        self, num_rows: int, num_sampled: int, block_m: int, table_width: int, num_sequences: int
-    ) -> LaunchShape:
+    def _launch(self, num_rows: int, num_sampled: int, block_m: int, table_width: int) -> LaunchShape:
         """What follows from these: sequences have so many rows on average that blocks are no lower than `block_m`."""
         rows_per_tile = block_m // self.group
         lower = block_m // 2 // self.group  # rows of a sequence for which lower blocks would do
@@ -172,7 +165,7 @@ class ShapePlanner:
             num_sampled=num_sampled,
             num_words=self.num_words,
             table_width=table_width,
-            num_tables=padded_rows(num_sequences),
+            num_tables=most_sequences,
         )
         return LaunchShape(
             step,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from srtrl.engine.rows import Int32Array, StepInputs
+from srtrl.engine.step_inputs import Int32Array, StepInputs
 from srtrl.model.paged_attention import TreeRows
 
 KEY_BLOCK = 64

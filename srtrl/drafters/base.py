@@ -92,7 +92,7 @@ class DrafterBase:
         """A GPU verifies these trees of the slots of the last `propose`: there is time to draft ahead for the next."""
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a background's."""
+        """Samples leave their slots; None: given up (preempted, or an interrupted rollout), or a run-ahead."""
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Completed samples from elsewhere (recorded rollouts), which had no slot."""

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     """What decides the next token after a node, beside its contexts."""
 
     key: np.uint64
-    """Of its noise."""
+    """Key of its noise."""
     is_known: bool
     num_passed: int
     """Tokens of the text before it, START included."""
@@ -40,7 +40,7 @@ class Children(NamedTuple):
     counts: Int32Array
     """Occurrences in all contexts so far."""
     logprobs: Float64Array
-    """Of those of a distribution."""
+    """Log-probs of those of a distribution."""
     noise: Float64Array
     """See `log_exponential`; `NOT_YET` where no context has needed it."""
     weights: Float64Array

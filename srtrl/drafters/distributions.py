@@ -34,6 +34,6 @@ def pack(top: TopTokens) -> Int32Array:
 
 @inlined
 def probability(memory: Int32Array, distribution: int, number: int) -> float:
-    """Of a token of the distribution that begins at an index."""
+    """The probability of a token of the distribution that begins at an index."""
     pair = memory[distribution + NUM_TOP + number // 2]
     return float(pair >> (16 * (number % 2)) & UNIT) / UNIT

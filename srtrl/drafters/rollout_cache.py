@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save as to_safetensors
 
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS
-from srtrl.metrics import write_atomic
+from srtrl.files import write_atomic
 
 Tokens = npt.NDArray[np.int32]
 
@@ -30,7 +30,7 @@ ARRAYS = ("prompt_tokens", "prompt_lengths", "rollout_counts", "rollout_tokens",
 """The arrays of a file: prompts and rollouts laid end to end, their lengths, and the rollouts of each prompt."""
 
 
-class Rollout(NamedTuple):
+class CachedRollout(NamedTuple):
     """A completed rollout."""
 
     tokens: Tokens
@@ -57,8 +57,8 @@ class RolloutCache:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
-        self._rollouts: dict[tuple[int, ...], list[Rollout]] = {}
-        """Of each prompt, newest last; the prompt that was added to last comes last."""
+        self._rollouts: dict[tuple[int, ...], list[CachedRollout]] = {}
+        """By prompt, the newest last; the prompt that was added to last comes last."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +74,7 @@ class RolloutCache:
 
         An int32 array is kept as it is, and must not change any more.
         """
-        rollout = Rollout(np.asarray(tokens, dtype=np.int32), distributions)
+        rollout = CachedRollout(np.asarray(tokens, dtype=np.int32), distributions)
         if not len(rollout.tokens):
             return
         if PROMPT_BYTES + ROLLOUT_BYTES + TOKEN_BYTES * (len(prompt) + len(rollout.tokens)) > self.max_bytes:
@@ -91,14 +91,14 @@ class RolloutCache:
         if self.num_bytes > self.max_bytes:
             self._make_room(int(KEPT_SHARE * self.max_bytes))
 
-    def rollouts(self, prompt: tuple[int, ...]) -> list[Rollout]:
+    def rollouts(self, prompt: tuple[int, ...]) -> list[CachedRollout]:
         """Return the prompt's rollouts, newest last; an empty list if there are none."""
         return list(self._rollouts.get(prompt, ()))
 
     def mean_tokens(self, prompt: tuple[int, ...]) -> float | None:
         """Mean length of the prompt's rollouts; None if there are none."""
         rollouts = self._rollouts.get(prompt)
-        return sum(len(one.tokens) for one in rollouts) / len(rollouts) if rollouts else None
+        return sum(len(rollout.tokens) for rollout in rollouts) / len(rollouts) if rollouts else None
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts, the least recently added to first."""

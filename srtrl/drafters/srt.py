@@ -12,7 +12,7 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, 
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNKNOWN, pack, unknown
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.foresight import NOTHING, combine, find_taken, foresee
-from srtrl.drafters.rollout_cache import Rollout, RolloutCache
+from srtrl.drafters.rollout_cache import CachedRollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.texts import NO_PENDING, NONE, START_TOKEN, Pending, TextStore
 from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
@@ -68,7 +68,7 @@ class Drafter(DrafterBase):
         self._known: dict[int, dict[int, Int32Array]] = {}
         """Distributions of the samples that have left their slots in this step: by RNG key and `text_start`."""
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
-        """Of samples to come, learned in the last step and in this one: of each prompt, by RNG key."""
+        """Texts of samples to come, by prompt and RNG key: those learned in the last step, and in this one."""
         self._num_repeated = 0
         self._ngrams: dict[str, Table] = {}
         """For each purpose, from texts of all prompts."""
@@ -89,7 +89,7 @@ class Drafter(DrafterBase):
         self._is_begun = np.zeros(0, np.bool_)
         """[slots], whether the sample's text has begun: there is no draft before."""
         self._purpose = ""
-        """Of the samples that started last, and so of all live ones."""
+        """Purpose of the samples that started last, and so of all live ones."""
 
     def cache(self, purpose: str) -> RolloutCache:
         """Return the completed rollouts of samples of one purpose."""
@@ -121,19 +121,19 @@ class Drafter(DrafterBase):
 
     def _begin_texts(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Begin texts of some slots; before a prompt's first one its history is inserted, the most useful last."""
-        start = Rollout(np.array([START_TOKEN], np.int32), unknown(1))
+        start = CachedRollout(np.array([START_TOKEN], np.int32), unknown(1))
         texts, distributions, numbers = [], [NO_DISTRIBUTIONS], []
         for request in requests:
-            key, history = key_of(request), list[Rollout]()
+            key, history = key_of(request), list[CachedRollout]()
             if key not in self._prompts:
                 self._prompts[key] = len(self._prompts)
-                early = [one for by_key in self._texts for one in by_key.get(key, {}).values()]
+                early = [text for by_key in self._texts for text in by_key.get(key, {}).values()]
                 history = self.cache(request.purpose).rollouts(request.prompt_token_ids)
-                history += [Rollout(text, NO_DISTRIBUTIONS) for text in early]
+                history += [CachedRollout(text, NO_DISTRIBUTIONS) for text in early]
             numbers.append(self._prompts[key])
-            parts = [*(part for one in history for part in (start, one)), start]
+            parts = [*(part for rollout in history for part in (start, rollout)), start]
             texts.append(np.concatenate([part.tokens for part in parts]))
-            distributions += [one if len(one) else unknown(len(tokens)) for tokens, one in parts]
+            distributions += [packed if len(packed) else unknown(len(tokens)) for tokens, packed in parts]
         self.store.start(slots, numbers)
         self.store.extend(slots, *end_to_end(texts), np.concatenate(distributions))
 
@@ -141,7 +141,8 @@ class Drafter(DrafterBase):
         """Forget the texts of prompts that no sample uses: those of the others are inserted anew."""
         slots, texts = np.array(list(self._live)), self.store.arrays
         positions = [self.store.positions(slot)[1:] for slot in self._live]
-        tokens, known = end_to_end([texts.tokens[one] for one in positions]), texts.known[np.concatenate(positions)]
+        tokens = end_to_end([texts.tokens[positions_of_slot] for positions_of_slot in positions])
+        known = texts.known[np.concatenate(positions)]
         self.store.clear()
         self._prompts = {}
         self._begin_texts(slots, list(self._live.values()))
@@ -272,7 +273,9 @@ class Drafter(DrafterBase):
         """Keep them for the tries that are built in this step and the next; of two texts of a sample the longer one."""
         for key, by_rng_key in texts.items():
             known = self._texts[1].setdefault(key, {})
-            known |= {one: text for one, text in by_rng_key.items() if len(text) > len(known.get(one, NO_TEXT))}
+            known |= {
+                rng_key: text for rng_key, text in by_rng_key.items() if len(text) > len(known.get(rng_key, NO_TEXT))
+            }
 
     def new_texts(self) -> TextsByKey:
         """See `DrafterBase`."""

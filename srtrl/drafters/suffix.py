@@ -47,7 +47,7 @@ class Drafter(DrafterBase):
     def _begin_step(self) -> None:
         self._store = TextStore()
         self._numbers: dict[str, int] = {}
-        """Of the purposes whose responses are in the store."""
+        """Numbers of the purposes whose responses are in the store."""
         self._num_texts = 0
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
@@ -98,7 +98,7 @@ class Drafter(DrafterBase):
             self._num_texts += 1
             self._numbers[purpose] = self._num_texts
             cache = self._caches.setdefault(purpose, RolloutCache(max_rollouts=MAX_ROLLOUTS, max_bytes=MAX_BYTES))
-            for rollout in (one for prompt in cache.prompts() for one in cache.rollouts(prompt)):
+            for rollout in (response for prompt in cache.prompts() for response in cache.rollouts(prompt)):
                 self._insert(0, self._num_texts, rollout.tokens)
         return self._numbers[purpose]
 

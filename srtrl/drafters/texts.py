@@ -100,9 +100,9 @@ class Found(NamedTuple):
     places: Int32Array
     """[1 + nodes, MAX_PLACES]."""
     matches: Int32Array
-    """Of each place; that of the whole text where all of it agrees."""
+    """Length of each place's match; that of the whole text where all of it agrees."""
     tokens: Int32Array
-    """Of each place."""
+    """Token of each place."""
     nums: Int32Array
     """[1 + nodes], of places."""
     window: Int32Array
@@ -371,7 +371,7 @@ class TextStore:
         return going_on
 
     def positions(self, slot: int) -> Int64Array:
-        """Of a slot's text, START's first."""
+        """Positions of a slot's text, that of START first."""
         end, num_passed, _ = self.arrays.slots[slot].tolist()
         parts = [np.zeros(0, np.int64)]
         while num_passed > 0:

@@ -109,7 +109,7 @@ class Basis(NamedTuple):
     trust: Trust = NO_TRUST
     """See `srtrl.drafters.trust`; for slots whose noise is known."""
     noise: Noise = NO_NOISE
-    """Of all slots."""
+    """The noise of all slots."""
 
 
 class Nodes(NamedTuple):

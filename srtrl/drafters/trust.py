@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.metrics import write_atomic
+from srtrl.files import write_atomic
 from srtrl.model.kernels import inlined, inner
 
 Float64Array = npt.NDArray[np.float64]

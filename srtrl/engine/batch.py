@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ranges
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk
+from srtrl.engine.step_inputs import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize
 from srtrl.types import Request
 
 NO_SLOT = -1
@@ -50,13 +50,13 @@ class Sample:
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """Their log-probs."""
     page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of a paused sample: pages that it keeps without a slot, until others need them."""
+    """Pages that a paused sample keeps without a slot, until others need them."""
     num_computed: int = 0
     """Positions whose KV is in these pages."""
     extensions: list[tuple[int, int]] = field(default_factory=list)
     """Start and stop of each part of the response that was not sampled."""
-    is_background: bool = False
-    """Whether it is no primary, but work of the engine's `Background`."""
+    is_run_ahead: bool = False
+    """Whether it belongs to the engine's run-ahead, and not to this rollout (a primary)."""
 
     @property
     def turn_start(self) -> int:
@@ -69,7 +69,7 @@ class ScheduledStep:
     """The work of one decode step."""
 
     slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    """[B], those that sample at least one token; those of the background come after all primaries."""
+    """[B], those that sample at least one token; run-aheads come after all primaries."""
     num_primaries: int = 0
     """The first slots: primaries."""
     chunks: list[PrefillChunk] = field(default_factory=list)
@@ -77,7 +77,7 @@ class ScheduledStep:
     """Samples that were preempted or dropped, by the slot that they had; it may be in `started` again."""
     started: list[Sample] = field(default_factory=list)
     """Samples that took a slot."""
-    is_background: bool = False
+    is_run_ahead: bool = False
     """Whether no primary has a part in it."""
 
     @property
@@ -133,7 +133,7 @@ class Batch:
         """[slots], pages that are held."""
         self.is_decoding: npt.NDArray[np.bool_] = array(np.bool_)
         """[slots], whether only the root's KV is missing, so that the next step samples."""
-        self.is_background: npt.NDArray[np.bool_] = array(np.bool_)
+        self.is_run_ahead: npt.NDArray[np.bool_] = array(np.bool_)
         self.admissions: Int64Array = array(np.int64)
         """[slots], see `Sample.admission`."""
         self._free = list(range(num_slots - 1, -1, -1))
@@ -141,17 +141,7 @@ class Batch:
     @property
     def arrays(self) -> BatchArrays:
         """The arrays that kernels read and write."""
-        return BatchArrays(
-            self.token_ids,
-            self.logprobs,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.max_tokens,
-            self.rng_keys,
-            self.temperatures,
-            self.end_tokens,
-            self.page_table,
-        )
+        return BatchArrays._make(getattr(self, name) for name in BatchArrays._fields)
 
     @property
     def num_free(self) -> int:
@@ -191,6 +181,17 @@ class Batch:
         stop = min(start + max_tokens, int(self.num_tokens[slot]) - 1)
         return PrefillChunk(self.token_ids[slot, start:stop], start, self.pages(slot))
 
+    def step_size(self, step: ScheduledStep, num_nodes: Int64Array) -> StepSize:
+        """The size of a step that verifies this many draft nodes of each of its slots."""
+        num_chunk_rows = np.array([len(chunk.token_ids) for chunk in step.chunks], np.int64)
+        starts = np.array([chunk.start for chunk in step.chunks], np.int64)
+        return StepSize(
+            rows_per_sequence=np.concatenate([1 + num_nodes, num_chunk_rows]),
+            num_keys=np.concatenate([self.num_tokens[step.slots] + num_nodes, starts + num_chunk_rows]),
+            num_sampled=len(step.slots) + int(num_nodes.sum()),
+            page_size=self.pool.page_size,
+        )
+
     def put(self, sample: Sample) -> None:
         """Give a sample a free slot, with the tokens that it has so far; without pages."""
         slot = sample.slot = self._free.pop()
@@ -221,7 +222,7 @@ class Batch:
             self.num_computed[slot] = sample.num_computed
             sample.page_ids = sample.page_ids[:0]
         self.is_decoding[slot] = False
-        self.is_background[slot] = sample.is_background
+        self.is_run_ahead[slot] = sample.is_run_ahead
 
     def take_out(self, sample: Sample) -> None:
         """Free a sample's slot and the pages that it does not keep; its response so far stays with it."""

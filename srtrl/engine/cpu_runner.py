@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepShape, StepSize, num_ancestor_words, num_elements
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs, sample_rows_on_cpu, top_tokens_on_cpu
+from srtrl.engine.step_inputs import (
+    Int32Array,
+    Int64Array,
+    StepInputs,
+    StepShape,
+    StepSize,
+    num_ancestor_words,
+    num_elements,
+)
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.paged_attention import PagedPlan, TreeRows
 from srtrl.model.transformer import Transformer

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.engine.rows import Int64Array
+from srtrl.engine.step_inputs import Int64Array
 from srtrl.types import Purpose
 
 Array = npt.NDArray[Any]
@@ -31,7 +31,7 @@ TRIAL_STEPS = 4
 FIRST_PAUSE, LAST_PAUSE = 16, 1024
 """Steps between two trials: doubling while trials fail."""
 CHECK_EVERY = 64
-"""While drafting is worth it, one step in this many is done without, so that the comparison stays current."""
+"""While drafting is worth it, one step in this many has no drafts, so that the comparison stays current."""
 FLOOR_SHARE = 0.65
 """The drafter need not make nodes whose score is below this share of the lowest verified one. 0.5: drafting for 256
 sequences took 0.85 ms instead of 0.25. 0.8 lost 7% at 8 sequences: nodes beyond the next bucket were never proposed."""
@@ -44,7 +44,7 @@ class StepCost:
     """Seconds of a decode step by its number of rows."""
 
     def __init__(self, edges: Sequence[int] = (), *, points: Sequence[tuple[int, float]] = ()) -> None:
-        """Unknown until `probe`; or fixed, where `points` (rows, seconds) state the cost of another machine.
+        """A cost that is unknown until `probe`; or fixed, where `points` (rows, seconds) state that of another machine.
 
         `edges`: ascending row counts at which a step's padding ends; steps of one bucket cost the same.
         """
@@ -83,7 +83,7 @@ class StepCost:
             return
         bucket = self._bucket(num_rows)
         known = self._seconds[bucket]
-        # Not what the table says, which is some steps old: the scale would rise for ever.
+        # The table is some steps old: comparing with it would apply a change of the scale again in each step.
         expected = self.table[num_rows] if np.isnan(known) else self._scale * known
         ratio = min(max(seconds / expected, 0.5), 2.0)  # one disturbed step must not spoil a bucket
         self._scale *= ratio**0.1  # all steps: the machine is busy, contexts are long
@@ -257,10 +257,10 @@ class DraftControl:
     """The three parts for one engine."""
 
     def __init__(self, cost: StepCost, *, fixed: int | None) -> None:
-        """Nothing is learned yet.
+        """The control of an engine that has decoded nothing yet.
 
         Args:
-            cost: Of the engine's steps.
+            cost: Seconds of the engine's steps.
             fixed: Draft nodes of a sequence in every step; None: as many as pay.
         """
         self.cost = cost
@@ -269,7 +269,7 @@ class DraftControl:
         self._purpose: Purpose = "generate"
         self._num_requests = self._num_known = 0
         self._draft_seconds = 0.0
-        """Of a drafted step, for each sequence."""
+        """What drafting takes of a drafted step, per sequence."""
 
     def begin_rollout(self, purpose: Purpose) -> None:
         """The next steps are of a new rollout; its requests follow."""

@@ -11,16 +11,16 @@ from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.engine.background import Background
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
 from srtrl.engine.kv_memory import allocate_pages
+from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
+from srtrl.engine.step_inputs import fill_inputs
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.model.transformer import Transformer
@@ -42,23 +42,27 @@ class Engine:
         runner: Runner | None = None,
         cost: StepCost | None = None,
         compile_kernels: Callable[[bool], None] | None = None,
-        background: Callable[[Batch, StepCost, DrafterBase], Background] | None = None,
+        run_ahead: Callable[[Batch, StepCost, DrafterBase], NoRunAhead] | None = None,
     ) -> None:
-        """`runner`: by default the one for a policy on a CPU. `cost`: of a step; by default it is measured.
+        """An engine without requests; its pages are allocated, its kernels are not compiled yet.
 
-        `compile_kernels`: called before the first rollout, with whether it may draft (`warm_up.py`). `background`:
-        makes what fills idle slots; by default nothing does.
+        Args:
+            policy: Decodes; the engine reads the weights and changes none.
+            options: Sizes and limits.
+            tokenizer: For stop strings.
+            drafter: `NoDrafter` by default.
+            runner: `CpuRunner` by default.
+            cost: Of a decode step; measured by default.
+            compile_kernels: Called before the first rollout, with whether it may draft (`warm_up.py`).
+            run_ahead: The constructor of what decodes in idle slots; `NoRunAhead` by default.
+
+        Raises:
+            ValueError: the model is not made for sequences this long, or the memory does not hold one of them.
         """
         self.options = options
         self.stop_finder = StopFinder(tokenizer, policy.config.vocab_size)
         self.vocab_size = policy.config.vocab_size
-        self.max_sequence_tokens = options.max_sequence_tokens or policy.config.max_position_embeddings
-        if self.max_sequence_tokens > policy.config.max_position_embeddings:
-            raise ValueError(
-                f"sequences of up to {self.max_sequence_tokens} tokens are asked for, but the model was made for "
-                f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json, or the limit of "
-                "its family in docs/models.md): lower rollout.max_prompt_tokens or rollout.max_new_tokens"
-            )
+        self.max_sequence_tokens = options.longest_sequence(policy.config.max_position_embeddings)
         self.runner = runner or CpuRunner(policy, options)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
@@ -68,28 +72,28 @@ class Engine:
             cost or StepCost(self.runner.row_edges(MAX_ROWS)),
             fixed=None if options.draft_budget == "auto" else options.draft_budget,
         )
-        self.background = background(self.batch, self.control.cost, self.drafter) if background else Background()
+        self.run_ahead = run_ahead(self.batch, self.control.cost, self.drafter) if run_ahead else NoRunAhead()
         self.scheduler = Scheduler(
             self.batch,
             prefill_chunk_tokens=options.prefill_chunk_tokens,
             max_draft_nodes=options.max_draft_nodes,
-            background=self.background,
+            run_ahead=self.run_ahead,
         )
         self.policy_version = 0
         self.stats = EngineStats()
         self.clock = StageClock()
-        """Of the current step, or of the last one."""
+        """Stages of the current step, or of the last one."""
         self._unrecorded: Callable[[], None] | None = None
         """Counts the last step."""
         self._num_rows = 0
-        """Rows of the last step without those of the background."""
+        """Rows of the last step without those of run-aheads."""
         self._compile_kernels = compile_kernels
         self._is_warm = False
         self._is_decoding = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a sample decodes or waits for a slot; paused samples and the background do not count."""
+        """Whether a sample decodes or waits for a slot; paused samples and run-aheads do not count."""
         return self.scheduler.has_work
 
     @property
@@ -146,8 +150,8 @@ class Engine:
             self.stats.num_known_draws += has_history
         self.scheduler.add(request, expected_tokens)
 
-    def add_background(self, requests: Sequence[Request]) -> None:
-        """Queue samples of draws that the background chose; before a rollout, or between two steps.
+    def add_run_aheads(self, requests: Sequence[Request]) -> None:
+        """Queue samples of draws that `run_ahead` chose; before a rollout, or between two steps.
 
         Raises:
             ValueError: See `check_request`.
@@ -155,7 +159,7 @@ class Engine:
         for request in requests:
             self.check_request(request)
             self.stop_finder.add(request.sampling.stop_strings)
-        self.background.add(requests)
+        self.run_ahead.add(requests)
 
     def extend(self, completion: Completion, token_ids: Sequence[int]) -> None:
         """Continue a sample that paused at the end of a turn: its next turn follows these tokens.
@@ -260,14 +264,14 @@ class Engine:
         )
         return completions
 
-    def step_background(self) -> bool:
-        """One decode step while no sample has work; returns whether the background had any, and room for it."""
+    def step_run_aheads(self) -> bool:
+        """One decode step while no sample has work; returns whether a run-ahead had work, and room for it."""
         assert not self.has_work
-        num_steps = self.stats.num_background_steps
-        if self.background.has_work:
+        num_steps = self.stats.num_run_ahead_steps
+        if self.run_ahead.has_work:
             self.step()
             self._record_last()
-        return self.stats.num_background_steps > num_steps
+        return self.stats.num_run_ahead_steps > num_steps
 
     def end_step(self, *, has_new_weights: bool) -> None:
         """A training step has ended: drafts are of another step now, and with new weights KV is stale."""
@@ -301,20 +305,24 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """Let the scheduler fill the step, and report to the drafter which samples have lost or got a slot."""
-        background, is_alone = self.background, not self.has_work
+        run_ahead, is_alone = self.run_ahead, not self.has_work
         step = self.scheduler.schedule(
-            background.max_rows(self._num_rows, is_alone=is_alone) if background.has_work else 0
+            run_ahead.max_rows(self._num_rows, is_alone=is_alone) if run_ahead.has_work else 0
         )
         if step.ended:
             self._give_up(list(step.ended))
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
             requests = [
-                replace(one.request, prefix=self._completion(one).response) if one.extensions else one.request
-                for one in step.started
+                replace(sample.request, prefix=self._completion(sample).response)
+                if sample.extensions
+                else sample.request
+                for sample in step.started
             ]
             self.drafter.start(slots, requests)
-            resumed = [self.batch.generated(slot)[one.text_start :] for slot, one in zip(slots, requests, strict=True)]
+            resumed = [
+                self.batch.generated(slot)[request.text_start :] for slot, request in zip(slots, requests, strict=True)
+            ]
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # of prefixes, and of preempted and extended samples, which the drafter forgot
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
@@ -322,7 +330,7 @@ class Engine:
         return step
 
     def _draft(self, step: ScheduledStep) -> tuple[DraftTrees, bool]:
-        """Trees for the primaries, as large as pays and as free pages allow; the background gets none.
+        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none.
 
         Returns:
             The trees to verify, one for each of the step's slots, and whether the drafter proposed.
@@ -345,18 +353,9 @@ class Engine:
 
     def _launch(self, step: ScheduledStep, trees: DraftTrees) -> None:
         """Fill the step's inputs and queue it."""
-        batch, slots, page_size = self.batch, step.slots, self.pool.page_size
-        sizes = trees.sizes
-        num_chunk_rows = np.array([len(chunk.token_ids) for chunk in step.chunks], np.int64)
-        starts = np.array([chunk.start for chunk in step.chunks], np.int64)
-        size = StepSize(
-            rows_per_sequence=np.concatenate([1 + sizes, num_chunk_rows]),
-            num_keys=np.concatenate([batch.num_tokens[slots] + sizes, starts + num_chunk_rows]),
-            num_sampled=len(slots) + trees.num_nodes,
-            page_size=page_size,
-        )
-        inputs = self.runner.inputs_for(size)
-        fill_inputs(inputs, batch.arrays, slots, trees, step.chunks, page_size)
+        batch, slots, sizes = self.batch, step.slots, trees.sizes
+        inputs = self.runner.inputs_for(batch.step_size(step, sizes))
+        fill_inputs(inputs, batch.arrays, slots, trees, step.chunks, self.pool.page_size)
         filters = None
         if batch.is_filtered[slots].any():
             filters = RowFilters(
@@ -398,7 +397,7 @@ class Engine:
             assert sample is not None
             (self.scheduler.pause if sample.request.has_turns else self.scheduler.finish)(sample)
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
-            completions.append(None if sample.is_background else self._completion(sample, finish_reason))
+            completions.append(None if sample.is_run_ahead else self._completion(sample, finish_reason))
         if ended:
             known = [None if c is None or c.request.has_turns else c for c in completions]  # not complete if paused
             self.drafter.finish(verified.slots[ended].tolist(), known)
@@ -422,6 +421,11 @@ class Engine:
             extensions=tuple(sample.extensions),
         )
         return Completion(request=sample.request, response=response)
+
+    def _continued(self, sample: Sample) -> Request:
+        """The request of a sample that has got a slot; that of a later turn has all turns before it as its prefix."""
+        request = sample.request
+        return replace(request, prefix=self._completion(sample).response) if sample.extensions else request
 
     def _observe(self, trees: DraftTrees, verified: Verified) -> None:
         """Report the new tokens to the drafter, with what else the policy took to be likely where both can."""
@@ -486,7 +490,7 @@ class Engine:
             self._compile_kernels(not self.is_off)
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
         budgets_drafts = self.control.fixed is None
-        if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.background.needs_cost):
+        if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.run_ahead.needs_cost):
             return
         self.control.cost.probe(
             lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),

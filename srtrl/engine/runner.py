@@ -17,7 +17,7 @@ from torch import Tensor
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.batch import Batch
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
+from srtrl.engine.step_inputs import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 from srtrl.types import TopTokens
@@ -47,6 +47,17 @@ class EngineOptions:
     """Largest number of draft nodes of one sequence in one step."""
     num_top: int = 0
     """Most likely tokens that the drafter wants of each sampled row; for runners that take them while they sample."""
+
+    def longest_sequence(self, model_limit: int) -> int:
+        """Longest prompt and response together; ValueError where the model was made for less."""
+        num_tokens = self.max_sequence_tokens or model_limit
+        if num_tokens > model_limit:
+            raise ValueError(
+                f"sequences of up to {num_tokens} tokens are asked for, but the model was made for {model_limit} "
+                "(max_position_embeddings in its config.json, or the limit of its family in docs/models.md): lower "
+                "rollout.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        return num_tokens
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,12 +91,12 @@ class Runner(ABC):
     num_graphs_dropped = 0
     """Captured steps that were dropped because weights or pages had moved; `Engine.take_metrics` resets it."""
     inputs: StepInputs
-    """Of the last step."""
+    """The arrays of the last step."""
     hidden: Tensor
     """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
-        """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""
+        """A runner without pages: `allocate_pages` must follow. `token_major`: see `KVCache`."""
         self.page_size = options.page_size
         self.model = policy
         """The policy itself: decoder and update share its tensors."""

@@ -5,10 +5,10 @@ and so on, so that later samples find drafts in their siblings' tokens. Only the
 never a token.
 
 The first sample of a prompt computes all of its KV; its siblings share the full pages and compute the rest themselves.
-When pages run out, they are freed in this order: pages of rejected drafts; the background; prompts that no sample
+When pages run out, they are freed in this order: pages of rejected drafts; run-aheads; prompts that no sample
 shares; the KV of samples between two turns; the sample that was admitted last, which is preempted. What was evicted or
 preempted is recomputed. The oldest running sample always advances, and samples that lost their pages come before new
-ones, so the engine cannot get stuck. The background gets what is left after all this: a primary's schedule is the same,
+ones, so the engine cannot get stuck. The run_ahead gets what is left after all this: a primary's schedule is the same,
 step for step, with and without it. Nothing here looks at a clock: the same requests give the same steps.
 """
 
@@ -16,9 +16,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from srtrl.engine.background import Background, Room
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample, ScheduledStep
-from srtrl.engine.rows import Int32Array, Int64Array
+from srtrl.engine.no_run_ahead import NoRunAhead, Room
+from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.types import Request
 
 MAX_PAUSED_PER_RUNNING = 3
@@ -29,16 +29,23 @@ class Scheduler:
     """Keeps waiting and running samples and their pages."""
 
     def __init__(
-        self, batch: Batch, *, prefill_chunk_tokens: int, max_draft_nodes: int, background: Background | None = None
+        self, batch: Batch, *, prefill_chunk_tokens: int, max_draft_nodes: int, run_ahead: NoRunAhead | None = None
     ) -> None:
-        """`max_draft_nodes`: of a sample in a step; `background`, on the same batch, leaves pages for those."""
+        """A scheduler without samples.
+
+        Args:
+            batch: Empty; it has the slots and the pages.
+            prefill_chunk_tokens: Largest number of prompt tokens of a step.
+            max_draft_nodes: Largest number of draft nodes of a sample in a step.
+            run_ahead: On the same batch; it leaves pages for those nodes.
+        """
         self.batch = batch
         self.pool = batch.pool
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.max_draft_nodes = max_draft_nodes
         self.running: list[Sample] = []
         """Primaries, in the order of admission."""
-        self.background = background or Background()
+        self.run_ahead = run_ahead or NoRunAhead()
         self.num_preemptions = 0
         self.paused: dict[int, Sample] = {}
         """Samples between two turns, by RNG key."""
@@ -52,7 +59,7 @@ class Scheduler:
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
         self._ended: dict[int, Sample] = {}
-        """Samples of the background that ended between two steps, by slot."""
+        """Run-aheads that ended between two steps, by slot."""
 
     @property
     def has_work(self) -> bool:
@@ -70,11 +77,11 @@ class Scheduler:
         return max(0, self.batch.num_slots - len(self.running) - len(self._waiting))
 
     def add(self, request: Request, expected_tokens: float | None = None) -> None:
-        """Queue one primary; also between two steps of others. The background's sample with its RNG key ends.
+        """Queue one primary; also between two steps of others. The run-ahead with its RNG key ends.
 
         `expected_tokens`: expected length of the response, None without history.
         """
-        self._ended |= self.background.cancel(request.rng_key)
+        self._ended |= self.run_ahead.cancel(request.rng_key)
         prompt = self._prompts.get(request.prompt_token_ids)
         if prompt is None:
             prompt = PromptPages(np.array(request.prompt_token_ids, np.int32))
@@ -86,9 +93,9 @@ class Scheduler:
             sample.extensions = list(prefix.extensions)
         self._queue(sample, request.admission_key(expected_tokens or 0.0))
 
-    def schedule(self, max_background_rows: int = 0) -> ScheduledStep:
+    def schedule(self, max_run_ahead_rows: int = 0) -> ScheduledStep:
         """Admit samples, find pages, and return the work of the next forward pass."""
-        step = ScheduledStep(ended=self._ended, is_background=not self.has_work)
+        step = ScheduledStep(ended=self._ended, is_run_ahead=not self.has_work)
         self._ended = {}
         self._admit(step)
         self._grow_decoding(step)
@@ -97,27 +104,27 @@ class Scheduler:
             if sample.slot != NO_SLOT:  # not preempted for an older one
                 budget -= self._advance(sample, step, budget)
         batch = self.batch
-        step.slots = np.flatnonzero(batch.is_decoding & ~batch.is_background)
+        step.slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
         step.num_primaries = len(step.slots)
         assert step.chunks or step.num_primaries or not self.has_work, "no progress: the oldest sample must advance"
-        if self.background.has_work:
+        if self.run_ahead.has_work:
             promised = sum(map(self._pages_to_start, self._starting))
             own = len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes))
             room = Room(
-                num_rows=max_background_rows,
+                num_rows=max_run_ahead_rows,
                 num_prefill_tokens=budget,
                 num_slots=batch.num_slots - len(self.running),
                 num_reserved_pages=promised + own,
                 may_admit=not self._waiting,
             )
-            self.background.schedule(step, room)
+            self.run_ahead.schedule(step, room)
         return step
 
     def grow_for_drafts(self, slots: Int64Array, sizes: Int64Array) -> Int64Array:
         """Take free pages for draft nodes; returns the number of nodes of each slot that have room.
 
         Drafts never evict, drop or preempt. Where pages are short, samples that were admitted first get theirs first:
-        the order must not be that of the slots, which the background changes.
+        the order must not be that of the slots, which run-aheads change.
         """
         batch = self.batch
         num_positions = np.where(sizes > 0, batch.num_tokens[slots] + sizes, 0)
@@ -134,8 +141,8 @@ class Scheduler:
 
     def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""
-        if sample.is_background:
-            self.background.finish(sample)
+        if sample.is_run_ahead:
+            self.run_ahead.finish(sample)
             return
         self._leave_slot(sample)
         self._leave_prompt(sample)
@@ -167,7 +174,7 @@ class Scheduler:
 
     def clear(self) -> dict[int, Sample]:
         """Drop every sample, finished or not, and every page; returns those that had a slot, by slot."""
-        ended = self._ended | {sample.slot: sample for sample in self.running} | self.background.clear()
+        ended = self._ended | {sample.slot: sample for sample in self.running} | self.run_ahead.clear()
         for sample in list(self.running):
             self._leave_slot(sample)
         for sample in list(self._paused_with_kv):
@@ -202,7 +209,7 @@ class Scheduler:
                 self._evict_for(sample)
             heappop(self._waiting)
             if self.batch.num_free == 0:
-                self.background.drop_newest(step)
+                self.run_ahead.drop_newest(step)
             sample.admission = self._num_admissions
             self._num_admissions += 1
             if sample in self._paused_with_kv:
@@ -225,7 +232,7 @@ class Scheduler:
     def _grow_decoding(self, step: ScheduledStep) -> None:
         """A page for the root of each decoding primary that has none."""
         batch = self.batch
-        slots = np.flatnonzero(batch.is_decoding & ~batch.is_background)
+        slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
         missing = np.maximum(batch.missing_pages(slots, batch.num_tokens[slots]), 0)
         if not missing.any():
             return
@@ -292,22 +299,22 @@ class Scheduler:
         return True
 
     def _make_room(self, count: int, step: ScheduledStep, *, keep: PromptPages | None = None) -> bool:
-        """Have `count` pages free: the background's, then those of prompts that no sample shares, except `keep`.
+        """Have `count` pages free: those of run-aheads, then those of prompts that no sample shares, except `keep`.
 
-        Returns False if that cannot be; then nothing is dropped or evicted. Pages of the background count as free ones,
+        Returns False if that cannot be; then nothing is dropped or evicted. Pages of run-aheads count as free ones,
         so that the answer is the same without it, and so is what is trimmed.
         """
-        num_free = self.pool.num_free + self.background.num_pages
+        num_free = self.pool.num_free + self.run_ahead.num_pages
         idle: list[PromptPages] = []
         if num_free < count:
             self.batch.trim()
-            num_free = self.pool.num_free + self.background.num_pages
+            num_free = self.pool.num_free + self.run_ahead.num_pages
         if num_free < count:
             held = [prompt for prompt in self._prompts.values() if len(prompt.page_ids) and prompt is not keep]
             idle = [prompt for prompt in held if self.pool.num_unshared(prompt.page_ids)]
         if num_free + sum(len(prompt.page_ids) for prompt in idle) < count:
             return False
-        self.background.free_pages(count, step)
+        self.run_ahead.free_pages(count, step)
         while self.pool.num_free < count:
             self._drop_pages(idle.pop())
         return True

@@ -54,7 +54,7 @@ class StageClock:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Sums over decode steps. Tokens and drafts are those of primary samples; the background is counted apart."""
+    """Sums over decode steps. Tokens and drafts are those of primary samples; run-aheads are counted apart."""
 
     num_steps: int = 0
     num_decodes: int = 0
@@ -72,10 +72,10 @@ class EngineStats:
     num_draft_nodes: int = 0
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
     """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
-    num_background_steps: int = 0
+    num_run_ahead_steps: int = 0
     """Steps without primaries: only the next two are counted of them."""
-    num_background_rows: int = 0
-    num_background_tokens: int = 0
+    num_run_ahead_rows: int = 0
+    num_run_ahead_tokens: int = 0
     num_draws: int = 0
     """Draws whose first sample was added."""
     num_known_draws: int = 0
@@ -97,10 +97,10 @@ class EngineStats:
         whether the drafter proposed.
         """
         num, num_prefill = step.num_primaries, step.num_prompt_rows
-        self.num_background_rows += len(step.slots) - num
-        self.num_background_tokens += int(verified.offsets[-1] - verified.offsets[num])
-        if step.is_background:
-            self.num_background_steps += 1
+        self.num_run_ahead_rows += len(step.slots) - num
+        self.num_run_ahead_tokens += int(verified.offsets[-1] - verified.offsets[num])
+        if step.is_run_ahead:
+            self.num_run_ahead_steps += 1
             return
         self.num_steps += 1
         self.num_decodes += num
@@ -133,8 +133,8 @@ class EngineStats:
             "engine/prefill_tokens": self.num_prefill_tokens,
             "engine/slots_in_use_mean": num_ranks * self.num_decodes / max(self.num_steps, 1),
             "engine/pages_in_use_max": self.max_pages,
-            "engine/background_rows": self.num_background_rows,
-            "engine/background_tokens": self.num_background_tokens,
+            "engine/background_rows": self.num_run_ahead_rows,
+            "engine/background_tokens": self.num_run_ahead_tokens,
         }
         for depth, num_drafts in enumerate(self.accepted_by_depth.tolist(), 1):
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts

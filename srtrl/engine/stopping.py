@@ -51,11 +51,11 @@ class StopFinder:
     """Finds stop strings in the tokens of responses, as these arrive."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """Without a tokenizer there are no stop strings (`Engine.check_request` sees to it)."""
+        """`tokenizer` may be None where no request has stop strings (`Engine.check_request` asserts it)."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._last_tokens: dict[tuple[str, ...], npt.NDArray[np.bool_]] = {}
-        """Of each set of stop strings: which tokens may be the last of one, [vocab_size]."""
+        """By set of stop strings, [vocab_size]: which tokens may be the last of one."""
         self.may_end = np.zeros(vocab_size, np.bool_)
         """[vocab_size], tokens that may be the last of any stop string so far (`add`)."""
 

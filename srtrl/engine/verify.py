@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, kv_index
 from srtrl.engine.runner import SampledRows
+from srtrl.engine.step_inputs import BatchArrays, Int32Array, Int64Array, kv_index
 from srtrl.engine.stopping import StopFinder
 from srtrl.model.kernels import inner
 

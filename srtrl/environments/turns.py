@@ -28,7 +28,7 @@ from srtrl.environments.record import Record, key_of
 from srtrl.environments.samples import OpenSample, PendingTurn
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error, warn_once
-from srtrl.rollout.turns import Answer, Segments, Turns, response_text
+from srtrl.rollout.one_turn import Answer, OneTurn, Segments, response_text
 from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
@@ -44,7 +44,7 @@ NUM_THREADS = 128
 """Maximum number of environments' steps at the same time."""
 
 
-class EnvironmentTurns(Turns):
+class EnvironmentTurns(OneTurn):
     """The environments of the samples that are decoded; what they share is open inside the context."""
 
     has_turns = True
@@ -190,7 +190,7 @@ class EnvironmentTurns(Turns):
         return environment, environment.start(sample.prompt) or ()
 
     def begin_step(self, step: int) -> None:
-        """See `Turns`; uses the answers in the step's file in the record folder, and writes new ones into it.
+        """See `OneTurn`; uses the answers in the step's file in the record folder, and writes new ones into it.
 
         Each rank but the first writes into a file of its own (`step_000001.rank1.jsonl` beside `step_000001.jsonl`),
         and all ranks read all of them.

@@ -38,7 +38,7 @@ def command(
     """
     from srtrl.evaluation import run
     from srtrl.evaluation.suite import open_suite
-    from srtrl.metrics import check_output
+    from srtrl.files import check_output
     from srtrl.ranks import open_ranks
 
     if suite is None and (only or data_dir):

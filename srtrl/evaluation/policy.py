@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from srtrl import build
+from srtrl import build, build_models
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy
@@ -20,7 +20,7 @@ from srtrl.run.machine import choose_device
 from srtrl.run.steps import checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
-from srtrl.tasks.grading import Grader
+from srtrl.tasks.grading import make_grader
 from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
 from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import RolloutGroup
@@ -103,13 +103,13 @@ def run_evals(
         turns = build.build_turns(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         loaded.append((name, recipe, turns, task, held_out_prompts(task, recipe)))
-    policy = build.build_policy(base, model, device)
+    policy = build_models.build_policy(base, model, device)
     num_samples = max(len(prompts) * recipe.eval.num_samples for _, recipe, _, _, prompts in loaded)
     engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up()
     end_ids = build.response_end_ids(model, tokenizer)
     for name, recipe, turns, task, prompts in loaded:
-        grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+        grader = make_grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
         with grader, turns:
             context = RolloutContext(
                 recipe=recipe,
@@ -118,7 +118,7 @@ def run_evals(
                 tokenizer=tokenizer,
                 end_ids=end_ids,
                 turns=turns,
-                share=build.choose_share(),
+                ranks=build.choose_ranks(),
             )
             groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))
         yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)

@@ -16,8 +16,8 @@ from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.evaluation.suite import Suite, bare_source, suite_recipe
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.metrics import describe_held_out
 from srtrl.run.progress import RunProgress, reporting_compilation
+from srtrl.run.step_metrics import describe_held_out
 
 
 def find_recipes(
@@ -45,7 +45,9 @@ def find_recipes(
     elif task is not None:
         source = bare_source(model)
     if suite is not None:
-        recipes = {one.name: suite_recipe(suite, one, model, source, overrides) for one in suite.benchmarks}
+        recipes = {
+            benchmark.name: suite_recipe(suite, benchmark, model, source, overrides) for benchmark in suite.benchmarks
+        }
         return model, recipes
     if source is None:
         raise ValueError(

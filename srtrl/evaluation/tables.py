@@ -14,7 +14,7 @@ from rich.table import Table
 
 from srtrl.evaluation.policy import EvalOutcome, majority_scores
 from srtrl.evaluation.suite import PROMPT_OPTIONS
-from srtrl.run.metrics import turn_metrics
+from srtrl.run.step_metrics import turn_metrics
 from srtrl.statistics import Estimate, estimate, macro_average, pass_at_k, pass_at_ks
 from srtrl.tasks.final_answer import as_judged, extractor
 from srtrl.tasks.math import MathOptions

@@ -80,7 +80,7 @@ def merge_adapter(model: Transformer, adapter: Adapter, folder: Path) -> None:
         (num_out, num_in), rank = weight.shape, adapter.rank
         for kind, tensor, shape in (("A", lora_a, (rank, num_in)), ("B", lora_b, (num_out, rank))):
             check_shape(folder, f"{name}.lora_{kind}", tensor.shape, shape, f"rank {rank} and {adapter.base}")
-        lora_a, lora_b = (one.to(weight.device) for one in (lora_a, lora_b))
+        lora_a, lora_b = (matrix.to(weight.device) for matrix in (lora_a, lora_b))
         write_merged(weight, weight.clone(), lora_a, lora_b, adapter.alpha / adapter.rank)
     if tensors:
         raise ValueError(f"{folder}: unexpected tensors {', '.join(list(tensors)[:5])}; supported: LoRA of the layers")

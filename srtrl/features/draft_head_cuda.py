@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from srtrl.cuda.jit import jit
-from srtrl.cuda.runner import CudaRunner, PinnedCopy
+from srtrl.cuda.runner import CudaRunner, PinnedCopy, QueueMark
 from srtrl.cuda.sampling import BLOCK, load_scaled, noise_bits, rough_gumbel
 from srtrl.cuda.shapes import padded_rows
-from srtrl.engine.rows import Int32Array, aligned
+from srtrl.engine.step_inputs import Int32Array, aligned
 from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead
 
 Array = npt.NDArray[Any]
@@ -31,26 +31,27 @@ class CudaGuesses:
         self._width = aligned(padded_rows(slots))
         self._staging = PinnedCopy((5 + k) * self._width, runner.hidden.device)
         self._guesses = PinnedCopy(3 * k * self._width, runner.hidden.device)
+        self._end = QueueMark(runner.hidden.device)
         self._num = 0
 
     def launch(self, rows: Array, token_ids: Array, temperatures: Array, rng_keys: Array, positions: Array) -> bool:
         """See `CpuGuesses`. Weights that move have dropped the graphs before."""
-        self._staging.wait()
+        self._end.wait()
         self._num = num = len(rows)
         staging = self._staging.host.numpy().reshape(-1, self._width)
         staging[:2].reshape(-1).view(np.uint64)[:num] = rng_keys
         staging[2] = 0  # the rest is greedy, after a row and a token that exist
         staging[2].view(np.float32)[:num] = temperatures
         staging[3:, :num] = rows, token_ids, *(positions + depth for depth in range(self.k))
-        self._staging.upload(staging.size)
         padded = padded_rows(num)
         is_prepared = self._runner.run((self, padded), partial(self._compute, padded))
-        self._guesses.download(self._guesses.host.numel())
+        self._end.record()
         return is_prepared
 
     @torch.inference_mode()
     def _compute(self, num: int) -> None:
-        """Guess for the first `num` sequences, a number that graphs are made for."""
+        """Guess for the first `num` sequences, a number that graphs are made for, which hold the copies, too."""
+        self._staging.upload(len(self._staging.host))
         staging = self._staging.device.view(-1, self._width)
         rng_keys = staging[:2].view(-1).view(torch.int64)[:num]
         temperatures, (rows, last, *positions) = staging[2, :num].view(torch.float32), staging[3:, :num]
@@ -62,10 +63,11 @@ class CudaGuesses:
             return best
 
         self.head.unroll(self._runner.hidden.index_select(0, rows), last, self.k, take_best)
+        self._guesses.download(len(self._guesses.host))
 
     def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
         """See `CpuGuesses`."""
-        self._guesses.wait()
+        self._end.wait()
         guesses = self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num].transpose(2, 0, 1)
         tokens, margins = guesses[..., [BEST, SECOND]], guesses[..., 2].copy().view(np.float32)
         is_refused = np.isnan(margins)

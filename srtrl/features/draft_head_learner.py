@@ -61,7 +61,7 @@ class DraftHeadLearner:
     folder = "draft_head"
 
     def __init__(self, head: DraftHead, policy: Transformer, recipe: Recipe) -> None:
-        """`recipe` has the section `rollout.draft_head`."""
+        """A learner of `head` beside the policy; `recipe` has the section `rollout.draft_head`."""
         section = recipe.rollout.draft_head
         assert section is not None, "the recipe has no draft head"
         self.head = head

@@ -22,12 +22,12 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import StepCost
-from srtrl.engine.rows import Int32Array, Int64Array
 from srtrl.engine.runner import Runner
 from srtrl.engine.stats import MAX_DEPTH
+from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.engine.verify import NO_ROW
 from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead, draft_chains, merge_chains
-from srtrl.metrics import write_atomic
+from srtrl.files import write_atomic
 from srtrl.types import Purpose, Request
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class CpuGuesses:
     """The guesses of a head on a CPU, which computes them at once."""
 
     def __init__(self, head: DraftHead, runner: Runner, *, k: int) -> None:
-        """`k`: tokens that are guessed in a row, after rows of the runner's last step."""
+        """A head that guesses `k` tokens in a row, after rows of the runner's last step."""
         self.head, self.k, self._runner = head, k, runner
 
     def launch(self, rows: Int64Array, *noise: Any) -> bool:
@@ -104,7 +104,7 @@ class HeadDrafter:
         self._covered = np.zeros(slots)
         """[slots], the chance that the other drafter's last tree had the next token."""
         self._seconds = 0.0
-        """Of a draft of one sequence."""
+        """Seconds of a draft of one sequence."""
         self._num_drafted = 0
         self._drafted = self._launched = self._owners = NO_SLOTS
         """Slots that were drafted for in this step, those that the head drafts for, and [C] the sequences of the

@@ -76,8 +76,8 @@ class LoraAdamW(MasterAdamW):
                 hooked.append((linear.weight.requires_grad_(), parts))
         named = [
             pair
-            for one in self.matrices
-            for pair in ((f"{one.name}.lora_A", one.lora_a), (f"{one.name}.lora_B", one.lora_b))
+            for part in self.matrices
+            for pair in ((f"{part.name}.lora_A", part.lora_a), (f"{part.name}.lora_B", part.lora_b))
         ]
         super().__init__([{"params": named}], **options)
         for weight, parts in hooked:  # the hook holds no optimizer, as that of masters
@@ -86,22 +86,22 @@ class LoraAdamW(MasterAdamW):
 
     def holders(self, model: nn.Module) -> list[Tensor]:
         """A and B of each matrix."""
-        return [tensor for one in self.matrices for tensor in (one.lora_a, one.lora_b)]
+        return [tensor for part in self.matrices for tensor in (part.lora_a, part.lora_b)]
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Write the merged weights, matrix by matrix."""
         self._num_changed.zero_()
-        for one in self.matrices:
-            base = one.base.to(one.weight.device, non_blocking=True)
-            write_merged(one.weight, base, one.lora_a, one.lora_b, self.scale)
-            self._num_changed += (one.weight != base).sum()
+        for part in self.matrices:
+            base = part.base.to(part.weight.device, non_blocking=True)
+            write_merged(part.weight, base, part.lora_a, part.lora_b, self.scale)
+            self._num_changed += (part.weight != base).sum()
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
         """Inside the `with` block the model has the weights W0; after it, the same bits as before."""
-        for one in self.matrices:
-            one.weight.copy_(one.base, non_blocking=True)
+        for part in self.matrices:
+            part.weight.copy_(part.base, non_blocking=True)
         try:
             yield
         finally:
@@ -111,10 +111,12 @@ class LoraAdamW(MasterAdamW):
     def metrics(self) -> dict[str, float]:
         """`lora/norm`, of (alpha / rank) B A over all matrices; `lora/changed_share`, of their weights with W != W0."""
         # |B A|^2 is the sum of (B' B) * (A A'), which are [rank, rank].
-        squares = [((one.lora_b.T @ one.lora_b).double() * (one.lora_a @ one.lora_a.T)).sum() for one in self.matrices]
+        squares = [
+            ((part.lora_b.T @ part.lora_b).double() * (part.lora_a @ part.lora_a.T)).sum() for part in self.matrices
+        ]
         return {
             "lora/norm": self.scale * math.sqrt(max(0.0, float(torch.stack(squares).sum()))),
-            "lora/changed_share": int(self._num_changed) / sum(one.weight.numel() for one in self.matrices),
+            "lora/changed_share": int(self._num_changed) / sum(part.weight.numel() for part in self.matrices),
         }
 
     def save(self, folder: Path) -> None:
@@ -138,7 +140,7 @@ class LoraAdamW(MasterAdamW):
             ValueError: its rank, its alpha or its matrices are not those of the recipe.
         """
         mine = self.adapter(adapter.base)
-        shapes, found = ({name: [*tensor.shape] for name, tensor in one.tensors.items()} for one in (mine, adapter))
+        shapes, found = ({name: [*tensor.shape] for name, tensor in side.tensors.items()} for side in (mine, adapter))
         if (mine.rank, mine.alpha, shapes) != (adapter.rank, adapter.alpha, found):
             first = next((name for name in shapes | found if shapes.get(name) != found.get(name)), "")
             differs = f"; {first} is {shapes.get(first)} here and {found.get(first)} there" if first else ""
@@ -212,7 +214,9 @@ def _project(parts: Sequence[AdaptedMatrix], scale: float, parameter: Tensor) ->
         options: dict[str, Any] = {}
         if parameter.device.type == "cuda" and parameter.dtype in HALF_DTYPES:
             dtype, options = parameter.dtype, {"out_dtype": dtype}
-        gradient, lora_a, lora_b = (one.to(dtype) for one in (parameter.grad[part.rows], part.lora_a, part.lora_b))
+        gradient, lora_a, lora_b = (
+            tensor.to(dtype) for tensor in (parameter.grad[part.rows], part.lora_a, part.lora_b)
+        )
         for holder, added in (
             (part.lora_a, torch.mm(lora_b.T, gradient, **options)),
             (part.lora_b, torch.mm(gradient, lora_a.T, **options)),

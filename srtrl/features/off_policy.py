@@ -29,10 +29,11 @@ from safetensors.numpy import save as to_safetensors
 
 from srtrl import ranks
 from srtrl.engine.sampling import uniform_noise
-from srtrl.metrics import write_atomic
+from srtrl.files import write_atomic
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.tasks.base import TaskBase
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.passes import UpdateContext, fill
@@ -66,9 +67,11 @@ ACCEPTANCE = 0x5D2C_A8B1_93E6_470F
 class OffPolicySampler(Sampler):
     """Takes a step's groups in rounds, from samples of earlier steps too. A subclass says what a round is."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
+    def __init__(
+        self, context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order | None = None
+    ) -> None:
         """See `Sampler`."""
-        super().__init__(context, task, credit)
+        super().__init__(context, task, credit, order)
         self.earlier: dict[SampleKey, Response] = {}
         """Samples that later steps go on from, or begin with, by the key of the mode."""
 
@@ -213,16 +216,16 @@ class PartialDraws(FixedDraws):
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; ends the samples that have reached the last tick first."""
-        self._read_ticks(collector, collector.share.read("ended"))
+        self._read_ticks(collector, collector.ranks.read("ended"))
         if self._last_tick is not None:
             for completion in engine.interrupt(self._last_tick):
                 self._completions[data_order(completion.request)] = completion
-                collector.share.add("finished")
+                collector.ranks.add("finished")
         yield from super().requests(engine, collector)
 
     def complete(self, collector: Collector) -> Sequence[int]:
         """See `Draws`."""
-        self._read_ticks(collector, collector.share.add("ended", 0))
+        self._read_ticks(collector, collector.ranks.add("ended", 0))
         last = self._last_tick
         assert last is not None, "the rollout has not ended"
         return [draw for draw, tick in self._complete(collector).items() if tick <= last]
@@ -246,16 +249,16 @@ class PartialDraws(FixedDraws):
         """See `Draws`: lets all ranks know the sample's tick."""
         draw, sample = key = data_order(completion.request)
         self._completions[key] = completion
-        number = collector.share.add("ended")
+        number = collector.ranks.add("ended")
         tick = len(completion.response.token_ids) - completion.request.num_reused
         place = (draw - self.draws[0][0]) * collector.num_samples + sample
-        collector.share.add(f"ended {number}", 1 + (tick << 32) + place)
+        collector.ranks.add(f"ended {number}", 1 + (tick << 32) + place)
         super().ended(collector, completion)
 
     def _read_ticks(self, collector: Collector, num_ended: int) -> None:
         """Read what was published since the last call, and compute the last tick anew."""
         first = self._num_read
-        while self._num_read < num_ended and (value := collector.share.add(f"ended {self._num_read}", 0)):
+        while self._num_read < num_ended and (value := collector.ranks.add(f"ended {self._num_read}", 0)):
             draw, sample = divmod((value - 1) & 0xFFFFFFFF, collector.num_samples)
             self._ticks[self.draws[0][0] + draw][sample] = (value - 1) >> 32
             self._num_read += 1

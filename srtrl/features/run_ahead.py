@@ -17,19 +17,19 @@ import numpy as np
 
 from srtrl import ranks
 from srtrl.drafters.base import DrafterBase, key_of
-from srtrl.engine.background import Background, Room
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample, ScheduledStep
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
+from srtrl.engine.no_run_ahead import NoRunAhead, Room
 from srtrl.types import Request
 
 
-class RunAhead(Background):
+class RunAhead(NoRunAhead):
     """Waiting and running run-aheads of one engine."""
 
     needs_cost = True
 
     def __init__(self, batch: Batch, cost: StepCost, drafter: DrafterBase, *, max_slowdown: float) -> None:
-        """`max_slowdown`: of a step with primaries, as a share of its time."""
+        """Run-ahead on an engine's batch; `max_slowdown`: of a step with primaries, as a share of its time."""
         self.batch = batch
         self.pool = batch.pool
         self.cost = cost
@@ -76,28 +76,28 @@ class RunAhead(Background):
         return self.cost.rows_within(num_rows, self.max_slowdown) if self.cost.is_known and num_rows else 0
 
     def cancel(self, rng_key: int) -> dict[int, Sample]:
-        """See `Background`."""
+        """See `NoRunAhead`."""
         self._line.pop(rng_key, None)
         return self._end([sample for sample in self.running if sample.request.rng_key == rng_key])
 
     def clear(self) -> dict[int, Sample]:
-        """See `Background`."""
+        """See `NoRunAhead`."""
         self._line.clear()
         self._next_draw = 0
         return self._end(self.running)
 
     def drop_newest(self, step: ScheduledStep) -> None:
-        """See `Background`."""
+        """See `NoRunAhead`."""
         step.end(self.running[-1])
         self.finish(self.running[-1])
 
     def free_pages(self, count: int, step: ScheduledStep) -> None:
-        """See `Background`."""
+        """See `NoRunAhead`."""
         while self.running and self.pool.num_free < count:
             self.drop_newest(step)
 
     def finish(self, sample: Sample) -> None:
-        """See `Background`; the drafter learns its tokens."""
+        """See `NoRunAhead`; the drafter learns its tokens."""
         self.running.remove(sample)
         self.batch.take_out(sample)
         self.drafter.learn_texts({key_of(sample.request): {sample.request.rng_key: sample.token_ids}})
@@ -161,7 +161,7 @@ class RunAhead(Background):
         spare = self.pool.num_free - num_reserved_pages
         if self.pool.pages_for(len(token_ids)) + len(self.running) > spare:
             return False
-        sample = Sample(self._line.pop(request.rng_key), PromptPages(token_ids), is_background=True)
+        sample = Sample(self._line.pop(request.rng_key), PromptPages(token_ids), is_run_ahead=True)
         self.batch.put(sample)
         self.running.append(sample)
         step.started.append(sample)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from srtrl import ranks
 from srtrl.rollout.collect import data_order
-from srtrl.rollout.share import RequestsOf, Share
+from srtrl.rollout.one_rank import OneRank, RequestsOf
 from srtrl.types import Completion, Request, Rollout
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def deal(
     return lines
 
 
-class RankShare(Share):
+class SeveralRanks(OneRank):
     """What one of several ranks decodes of each rollout. All ranks make the same calls."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
-        """In which this rank decoded samples of its step."""
+        """Seconds in which this rank decoded samples of its step."""
         self.num_claimed = 0
         """Samples of other ranks that this one has taken."""
         self._last_report = 0.0
@@ -81,11 +81,11 @@ class RankShare(Share):
         self._values: dict[str, tuple[float, int]] = {}
         """When each counter was read, and its value then."""
         self._last_progress = time.monotonic()
-        """Of any rank, as far as this one has seen."""
+        """Time of the last progress of any rank, as far as this one has seen."""
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """See `Share`: an error of one rank ends the others as soon as they have nothing to decode."""
+        """See `OneRank`: an error of one rank ends the others as soon as they have nothing to decode."""
         self.begin()
         with ranks.synchronized("rollout"):
             try:
@@ -95,13 +95,13 @@ class RankShare(Share):
                 raise
 
     def add(self, name: str, amount: int = 1) -> int:
-        """See `Share`."""
+        """See `OneRank`."""
         before = ranks.add(f"{self._scope}/{name}", amount)
         self._values[name] = time.monotonic(), before + amount
         return before
 
     def read(self, name: str) -> int:
-        """See `Share`."""
+        """See `OneRank`."""
         seconds, known = self._values.get(name, (0.0, 0))
         if time.monotonic() < seconds + POLL_SECONDS:
             return known
@@ -111,7 +111,7 @@ class RankShare(Share):
         return value
 
     def deal(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:
-        """See `Share`: by the lengths that rank 0 expects, since all ranks must agree."""
+        """See `OneRank`: by the lengths that rank 0 expects, since all ranks must agree."""
         scouts = {request.draw_index: request for request in requests} if ranks.is_main() else {}
         expected = {draw: engine.drafter.expected_tokens(scout) for draw, scout in scouts.items()}
         expected, *_ = ranks.gather(expected, "the expected lengths")
@@ -123,10 +123,10 @@ class RankShare(Share):
         """Let any rank claim the samples of these lines, one line for each rank; all ranks have the same."""
         self._lines = lines
         self._num_left = [len(line) for line in lines]
-        """Of each line, samples that are not taken, or more: what was known last."""
+        """Samples of each line that were not taken when this rank last looked; there may be fewer now."""
 
     def claim(self, count: int) -> Sequence[Request]:
-        """See `Share`; those of this rank's own line first."""
+        """See `OneRank`; those of this rank's own line first."""
         mine = ranks.index()
         taken = self._take(mine, count) if count and self._num_left[mine] else []
         while len(taken) < count and (max_left := max(self._num_left)):
@@ -143,7 +143,7 @@ class RankShare(Share):
         return list(line[start : start + count])
 
     def report_progress(self, busy_seconds: float = 0.0) -> None:
-        """See `Share`: others wait for it with reason."""
+        """See `OneRank`: others wait for it with reason."""
         self.busy_seconds += busy_seconds
         now = self._last_progress = time.monotonic()
         if now > self._last_report + REPORT_SECONDS:
@@ -151,7 +151,7 @@ class RankShare(Share):
             self.add("progress")
 
     def wait_for_others(self, *, sleeps: bool) -> bool:
-        """See `Share`.
+        """See `OneRank`.
 
         Raises:
             RankError: No rank has made progress for too long.
@@ -170,19 +170,21 @@ class RankShare(Share):
         return True
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout], requests_of: RequestsOf) -> Sequence[Rollout]:
-        """See `Share`."""
+        """See `OneRank`."""
         shared = ranks.gather(([*rollouts], engine.drafter.new_texts()), "the rollouts of all ranks")
         del shared[ranks.index()]
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {data_order(request): request for request in requests_of(list(prompts.items()))}
-        engine.drafter.learn([Completion(request=requests[data_order(one)], response=one.response) for one in others])
+        engine.drafter.learn(
+            [Completion(request=requests[data_order(rollout)], response=rollout.response) for rollout in others]
+        )
         for _, texts in shared:
             engine.drafter.learn_texts(texts)
         return others
 
     def take_metrics(self) -> dict[str, float]:
-        """See `Share`."""
+        """See `OneRank`."""
         mine = self.num_claimed, self.busy_seconds
         self.num_claimed, self.busy_seconds = 0, 0.0
         num_claimed, seconds = zip(*ranks.gather(mine, "the time of each rank"), strict=True)

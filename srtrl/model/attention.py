@@ -72,7 +72,7 @@ class PackedPlan:
         self.num_positions = max(lengths)
         self.device = torch.device(device)
         self.paths: list[Tensor] = []
-        """Of each sequence, [L] int64, on the host."""
+        """Packed rows of each sequence, [L] int64, on the host."""
         rows = torch.arange(sum(self.num_added)).split_with_sizes(self.num_added)
         for common, added in zip(shared, rows, strict=True):
             self.paths.append(torch.cat((self.paths[-1][:common], added)) if common else added)
@@ -82,7 +82,7 @@ class PackedPlan:
             copy_to_device(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device)
             for counts in (self.num_added, self.lengths)
         )
-        """Of each sequence, in the packed rows and in the joined paths, then their number: [B + 1] int32."""
+        """Start of each sequence in the packed rows and in the joined paths, then their number: [B + 1] int32."""
         self._buckets: dict[int | None, PaddedBuckets] = {}
         """By window."""
 

@@ -58,7 +58,7 @@ class _Family(NamedTuple):
 
     style: Callable[[Any], Style] = lambda config: LLAMA
     fields: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Of `ModelConfig`."""
+    """Further fields of `ModelConfig`, from the family's config."""
     rotates: Callable[[Any], list[Any]] = lambda config: [True] * config.num_hidden_layers
     """Whether each layer has a rotary embedding."""
     can_rotate_partly: bool = False
@@ -283,10 +283,10 @@ def _refuse(config: Any, family: _Family, source: str) -> None:
     found = {name: getattr(config, name, None) for name in family.plain}
     layer_types, rope = _layer_types(config), config.rope_parameters
     ropes = [rope[layer_type] for layer_type in set(layer_types) if layer_type in rope] or [rope]
-    unknown = {name for one in ropes for name, value in one.items() if value is not None} - _ROPE_FIELDS
+    unknown = {name for rope in ropes for name, value in rope.items() if value is not None} - _ROPE_FIELDS
     rope_is_supported = not unknown and all(
-        one["rope_type"] in _ROPE_TYPES and (family.can_rotate_partly or one.get("partial_rotary_factor", 1.0) == 1)
-        for one in ropes
+        rope["rope_type"] in _ROPE_TYPES and (family.can_rotate_partly or rope.get("partial_rotary_factor", 1.0) == 1)
+        for rope in ropes
     )
     ropes_text = f"rope_type {', '.join(_ROPE_TYPES)}" + ", for the whole head" * (not family.can_rotate_partly)
     if unknown:

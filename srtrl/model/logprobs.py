@@ -25,7 +25,7 @@ class Slopes(NamedTuple):
     """What the gradient of the logits of some tokens is made of, [C] each."""
 
     logprobs: Tensor
-    """Of the targets, as the forward pass has computed them."""
+    """Log-probs of the targets, as the forward pass has computed them."""
     target: Tensor
     """Gradient of these log-probs."""
     probs: Tensor

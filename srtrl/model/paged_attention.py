@@ -96,7 +96,7 @@ class KVCache:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TreeRows:
-    """The rows of a step as int32 tensors where it is computed; `srtrl.engine.rows.StepInputs` documents each field."""
+    """The rows of a step as int32 tensors on the device; `engine.step_inputs.StepInputs` documents each field."""
 
     token_ids: Tensor
     """[N]."""

@@ -31,7 +31,7 @@ class RopeConfig(NamedTuple):
     frequencies: tuple[float, ...] = ()
     """Radians per position of each rotated pair, numbers of float32; what is left of a head is not rotated."""
     factor: float = 1.0
-    """Of cosines and sines: the attention factor of YaRN and LongRoPE."""
+    """Multiplies cosines and sines: the attention factor of YaRN and LongRoPE."""
 
 
 class LayerKind(NamedTuple):
@@ -54,14 +54,14 @@ class Style(NamedTuple):
     norm_offset: float = 0.0
     """Added to the weights of wide norms: 1 where they are stored about 0."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the MLP's gate."""
+    """Activation of the MLP's gate."""
     interleaved: bool = False
     """Rotated pairs are (2 i, 2 i + 1) instead of (i, i + half of the rotated width)."""
     attention_scale: float = 1.0
-    """Of the attention's scores, on top of E**-0.5."""
+    """Multiplies the attention's scores, on top of E**-0.5."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Multiplies what attention and MLP add to the residual stream."""
     logit_scale: float = 1.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.rollout import MIN_TEMPERATURE
-from srtrl.recipe.schema import ArchitectureSection, Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, ArchitectureSection, Recipe
 
 Conflict = tuple[str, str]
 """The dotted key of the value to change first, whose line is shown, and its problem."""
@@ -35,6 +35,8 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
 
 GROUP_ADVANTAGES = frozenset({"group_relative", "group_centered", "leave_one_out", "max_rl"})
 """Advantages that compare the samples of a group."""
+OTHER_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
+"""Those that do not."""
 UNIFORM_FILTERS = frozenset({"drop_uniform", "drop_all_right_or_wrong"})
 """Filters that would drop every group of a single sample."""
 
@@ -62,6 +64,39 @@ NO_RATIO = "algorithm.loss policy_gradient has no ratio, and after the first opt
 
 RULES: tuple[Rule, ...] = (
     (
+        "rollout.environment",
+        lambda r: r.task.name == "mixture" and r.rollout.environment is not None,
+        "an environment goes with one task: expected none with several tasks, or one task",
+    ),
+    (
+        "data.order",
+        lambda r: r.task.name == "mixture" and r.data.order not in STATIC_ORDERS,
+        "an order that depends on samples goes with one task: expected shuffled or as_is, or one task",
+    ),
+    (
+        "data.order",
+        lambda r: (
+            r.data.order == "skip_silent" and (r.rollout.num_samples == 1 or r.algorithm.advantage in OTHER_ADVANTAGES)
+        ),
+        "skip_silent takes a group with equal rewards for one without a signal, which it has with "
+        "algorithm.advantage {algorithm.advantage} and rollout.num_samples {rollout.num_samples}",
+    ),
+    ("train.num_steps", lambda r: r.train.num_steps == 0 and r.train.num_passes is None, "expected at least 1"),
+    (
+        "train.num_passes",
+        lambda r: r.train.num_passes is not None and r.train.num_steps > 0,
+        "give train.num_steps or passes, not both: train.num_steps=null leaves it out",
+    ),
+    (
+        "train.num_passes",
+        lambda r: (
+            r.train.num_passes is not None
+            and (r.rollout.dynamic_sampling or r.rollout.mode == "partial" or r.data.order not in STATIC_ORDERS)
+        ),
+        "needs a known number of draws in each step, which rollout.dynamic_sampling, rollout.mode partial and a "
+        "data.order that reads statistics do not have: give train.num_steps",
+    ),
+    (
         "train.micro_batch_tokens",
         lambda r: r.train.micro_batch_tokens < _longest(r),
         "expected at least {rollout.max_prompt_tokens} + {rollout.max_new_tokens}, for one sequence of "
@@ -79,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "critic.warmup_steps",
-        lambda r: r.critic and r.critic.warmup_steps >= r.train.num_steps,
+        lambda r: r.critic and r.train.num_steps and r.critic.warmup_steps >= r.train.num_steps,
         "expected fewer than train.num_steps ({train.num_steps}), or the policy would never learn; "
         "for a short trial set critic.warmup_steps=0",
     ),
@@ -134,6 +169,11 @@ RULES: tuple[Rule, ...] = (
         lambda r: r.teaches_alone and r.algorithm.filters,
         "drop groups by their rewards (rollout.dynamic_sampling draws others), but a teacher alone, with rewards of "
         "weight 0, teaches all of them: expected none",
+    ),
+    (
+        "data.order",
+        lambda r: r.teaches_alone and r.data.order == "skip_silent",
+        "passes over prompts by their rewards, which have the weight 0: expected shuffled or as_is",
     ),
     (
         "algorithm.kl.placement",

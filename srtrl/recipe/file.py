@@ -100,8 +100,11 @@ class RecipeSource:
         return self.origins.get(key, str(self.path))
 
     def located(self, error: RecipeError) -> RecipeError:
-        """The same problems with their places filled in."""
-        return RecipeError(*(replace(item, where=item.where or self.locate(item.key)) for item in error.problems))
+        """The same problems with their places filled in, and the keys of several tasks as in the file."""
+        is_list = isinstance(self.data.get("task"), list)
+        keys = [re.sub(r"^task\.options\.tasks", "task", item.key) if is_list else item.key for item in error.problems]
+        items = zip(error.problems, keys, strict=True)
+        return RecipeError(*(replace(item, key=key, where=item.where or self.locate(key)) for item, key in items))
 
     def put(self, names: Sequence[str], value: object, where: str) -> None:
         """Set the value at `names`, making the sections around it as needed; a list is entered by index.
@@ -186,7 +189,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
             reason = f"it is the folder of a run; --resume continues it, and its recipe is {runs[0] / 'recipe.yaml'}"
         elif isinstance(error, FileNotFoundError):
             here = [*Path().glob("*.yaml"), *(file.parent for file in Path().glob("runs/*/recipe.yaml"))]
-            reason += suggestion(path.stem, bundled) or suggestion(path.name, [one.name for one in here])
+            reason += suggestion(path.stem, bundled) or suggestion(path.name, [recipe.name for recipe in here])
             reason += "" if len(path.parts) > 1 else f"; recipes that come with srtrl: {', '.join(bundled)}"
         raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from None
     data, lines = read_yaml(text, str(path), is_file=True)

@@ -96,7 +96,7 @@ class RolloutSection(Section):
     """What a step learns from: samples of the policy that is updated, or also of earlier ones (docs/off_policy.md).
 
     `partial`: the step ends when a share of its groups is complete, and the samples of the others go on in the next.
-    `spec_rl`: a response begins with as much of the prompt's previous one as the policy would still say.
+    `spec_rl`: a response begins with the part of the prompt's previous response that the policy accepts.
     """
     min_complete: float = Field(default=0.8, gt=0, le=1)
     """Mode `partial`: share of the groups at whose completion the rollout of a step ends."""

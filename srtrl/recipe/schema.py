@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from srtrl.recipe.rollout import (
     MAX_WIDTH,
@@ -69,6 +69,34 @@ class TaskSection(Section):
     """A task in `srtrl/tasks/`, or `package.module:Class` of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that task; its `Options` class documents and checks them."""
+
+
+class MixedTaskSection(TaskSection):
+    """One of several tasks of a run."""
+
+    label: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Last part of the names of its metrics (`eval/accuracy/<label>`); by default its name, without the package."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its draws are in the proportion of this to the other tasks' weights."""
+    rewards: list[RewardSection] | None = Field(default=None, min_length=1)
+    """Rewards of its samples, in place of the recipe's `rewards`."""
+
+    @property
+    def shown_label(self) -> str:
+        """The label, given or not."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+class DataSection(Section):
+    """Draws of the training prompts."""
+
+    order: str = "shuffled"
+    """`shuffled` anew in each epoch, `as_is` (a curriculum in the file's order), `skip_silent` (which passes over most
+    prompts whose last groups gave no signal), or `package.module:function` of your own."""
+
+
+STATIC_ORDERS = ("shuffled", "as_is")
+"""Values of `data.order` that depend on no sample."""
 
 
 class KLSection(Section):
@@ -175,8 +203,10 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class TrainSection(Section):
     """The update and the length of the run."""
 
-    num_steps: int = Field(ge=1)
-    """Training steps (one rollout batch each)."""
+    num_steps: int = Field(ge=0)
+    """Training steps (one rollout batch each); or give `num_passes`."""
+    num_passes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Passes over the training prompts in place of `num_steps`, which follows when they are loaded."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer step, with all their samples; must divide `rollout.num_prompts`.
 
@@ -219,6 +249,13 @@ class TrainSection(Section):
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints kept; older ones are deleted after a newer one is complete."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_steps_out(cls, data: Any) -> Any:
+        """With `num_passes` there are 0 steps until the prompts are counted."""
+        is_open = isinstance(data, dict) and data.get("num_passes") is not None and data.get("num_steps") is None
+        return data | {"num_steps": 0} if is_open else data
 
 
 class EvalSection(Section):
@@ -333,7 +370,9 @@ class Recipe(Section):
     model: ModelSection
     """The policy."""
     task: TaskSection
-    """Prompts and their grading."""
+    """Prompts and their grading: one section, or a list of tasks, each with a weight (docs/data.md)."""
+    data: DataSection = DataSection()
+    """Draws of the training prompts."""
     rewards: list[RewardSection] = Field(default_factory=lambda: [RewardSection(name="correct")], min_length=1)
     """Weighted sum of named rewards."""
     grading: GradingSection = GradingSection()
@@ -354,6 +393,26 @@ class Recipe(Section):
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
     _home: Path = PrivateAttr(default_factory=Path.cwd)
     """Where a relative `output_dir` is: a reward may change the current folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_tasks(cls, data: Any) -> Any:
+        """A list of tasks is the task `mixture`; of one task it is that task."""
+        tasks = data.get("task") if isinstance(data, dict) else None
+        if not isinstance(tasks, list) or not tasks:
+            return data
+        try:
+            (only,) = [MixedTaskSection.model_validate(task) for task in tasks]
+        except ValueError:  # there are several, or there is a mistake in it, which the mixture names
+            return data | {"task": {"name": "mixture", "options": {"tasks": tasks}}}
+        task = only.model_dump(exclude_unset=True, include={"name", "options"})
+        return data | {"task": task} | ({"rewards": tasks[0]["rewards"]} if tasks[0].get("rewards") else {})
+
+    @model_serializer(mode="wrap")
+    def write_tasks(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The mixture as the list that it was."""
+        data: dict[str, Any] = handler(self)
+        return data | ({"task": self.task.options["tasks"]} if self.task.name == "mixture" and "task" in data else {})
 
     @property
     def folder(self) -> Path:
@@ -376,8 +435,9 @@ class Recipe(Section):
 
     @property
     def teaches_alone(self) -> bool:
-        """Whether only a teacher says what is good: all rewards have the weight 0."""
-        return self.algorithm.teacher is not None and all(reward.weight == 0 for reward in self.rewards)
+        """Whether only a teacher says what is good: all rewards have the weight 0 (those of a mixture may differ)."""
+        has_rewards = self.task.name == "mixture" or any(reward.weight for reward in self.rewards)
+        return self.algorithm.teacher is not None and not has_rewards
 
     @property
     def policy_updates(self) -> UpdatePlan:

@@ -74,10 +74,15 @@ CHARTS = {
         Chart(
             "Reward",
             "reward",
-            ["reward/*", "eval/reward"],
+            ["reward/*", "eval/reward", "eval/reward/*"],
             "Each reward function before its weight; mean and eval/reward are weighted sums.",
         ),
-        Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
+        Chart(
+            "Accuracy",
+            "share",
+            ["accuracy", "accuracy/*", "eval/accuracy", "eval/accuracy/*"],
+            "Held-out problems (eval/) with 95% intervals.",
+        ),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
         Chart(
@@ -204,14 +209,14 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]], lines: Sequence[Line
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(lines)), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        for one in lines:
-            steps, values = zip(*one.points, strict=True)
-            line = draw_line(axes, steps, values, label=one.label)
-            if one.metric.startswith("eval/") and len(steps) < 3:
+        for curve in lines:
+            steps, values = zip(*curve.points, strict=True)
+            line = draw_line(axes, steps, values, label=curve.label)
+            if curve.metric.startswith("eval/") and len(steps) < 3:
                 line.set_linestyle("none")
-            logged = [row for row in rows if f"{one.metric}_low" in row]
+            logged = [row for row in rows if f"{curve.metric}_low" in row]
             if logged:
-                low, high = ([row[f"{one.metric}_{end}"] for row in logged] for end in ("low", "high"))
+                low, high = ([row[f"{curve.metric}_{end}"] for row in logged] for end in ("low", "high"))
                 arms = [np.subtract(values, low), np.subtract(high, values)]
                 axes.errorbar(steps, values, arms, fmt="none", color=line.get_color())
         if chart.is_log:

@@ -44,7 +44,7 @@ def command(
     """
     from rich.console import Console
 
-    from srtrl.metrics import check_output, write_atomic
+    from srtrl.files import check_output, write_atomic
     from srtrl.report.charts import CREATOR
     from srtrl.report.runs import read_run
 

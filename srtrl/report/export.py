@@ -35,7 +35,7 @@ def command(
     from srtrl.checks import check_folder
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.features.adapters import ADAPTER_FOLDER
-    from srtrl.metrics import new_folder
+    from srtrl.files import new_folder
     from srtrl.model.folders import load_tokenizer
     from srtrl.report.runs import read_run
     from srtrl.run.steps import step_of
@@ -64,7 +64,7 @@ def model_card(run: "Run", step: int, library: str, tokenizer: Any) -> str:
     """Markdown for a model's page: how to load it, the held-out figures up to `step`, and what the recipe sets."""
     from srtrl import __version__
     from srtrl.recipe.file import dump_yaml
-    from srtrl.run.metrics import held_out_figures, main_figure, with_interval
+    from srtrl.run.step_metrics import held_out_figures, main_figure, with_interval
 
     recipe = run.recipe
     rows = [held_out_figures(row) for row in run.rows if "eval/reward" in row and row["step"] <= step]

@@ -12,13 +12,13 @@ import numpy as np
 
 from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
-from srtrl.metrics import check_output, write_atomic
+from srtrl.files import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
-from srtrl.run.metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
+from srtrl.run.step_metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MARK = "· srtrl</title>"
@@ -134,8 +134,10 @@ def _over_time(run: Run) -> list[tuple[int, str, dict[str, Any]]]:
         return []
     shown = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        samples = [one for one in read_samples(run, step=step) if one["prompt_id"] == prompt_id]
-        shown.append((step, f"mean reward {fmean(one['reward'] for one in samples):.2f} of {len(samples)}", samples[0]))
+        samples = [sample for sample in read_samples(run, step=step) if sample["prompt_id"] == prompt_id]
+        shown.append(
+            (step, f"mean reward {fmean(sample['reward'] for sample in samples):.2f} of {len(samples)}", samples[0])
+        )
     return shown
 
 

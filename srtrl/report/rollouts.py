@@ -116,7 +116,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int |
             show("prompt", sample["prompt"])
         if (segments := sample["segments"]) is None:
             show("response", sample["text"])
-        for title, segment in zip(segment_titles(one["kind"] for one in segments or ()), segments or (), strict=True):
+        for title, segment in zip(segment_titles(part["kind"] for part in segments or ()), segments or (), strict=True):
             show(f"--- {title} ---", segment["text"].strip("\n"))
         if sample["answer"]:
             show("reference answer", sample["answer"])

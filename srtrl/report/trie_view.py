@@ -84,10 +84,9 @@ class _LoggedReplay(Replay):
         self.steps: list[list[int]] = []
 
     def _decode_step(self, live: Sequence[LiveSample]) -> None:
-        [one] = live
-        start, num_tokens = one.num_committed, self.counts.num_tokens
+        start, num_tokens = live[0].num_committed, self.counts.num_tokens
         super()._decode_step(live)
-        self.steps.append(one.sample.tokens[start : start + self.counts.num_tokens - num_tokens].tolist())
+        self.steps.append(live[0].sample.tokens[start : start + self.counts.num_tokens - num_tokens].tolist())
 
 
 class Guess(NamedTuple):

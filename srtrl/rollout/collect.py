@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from srtrl import ranks
 from srtrl.metrics import StageTimer
 from srtrl.model.noise import make_rng_key
-from srtrl.rollout.share import Share
-from srtrl.rollout.turns import Answer, Turns
+from srtrl.rollout.one_rank import OneRank
+from srtrl.rollout.one_turn import Answer, OneTurn
 from srtrl.types import (
     Completion,
     Conversation,
@@ -52,7 +52,7 @@ class Draws(ABC):
 
     def ended(self, collector: Collector, completion: Completion) -> None:
         """A sample of this rank has ended; the finish reason is the decoder's."""
-        num_done = collector.share.add("finished") + 1
+        num_done = collector.ranks.add("finished") + 1
         collector.on_progress(num_done, max(num_done, self.num_opened * collector.num_samples))
 
     @abstractmethod
@@ -75,8 +75,8 @@ class Draws(ABC):
 def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
     """Decode and grade all samples of some draws, on all ranks.
 
-    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile the
-    engine's background continues.
+    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile
+    run-aheads continue.
 
     Args:
         engine: Decodes; its policy is not changed.
@@ -89,21 +89,20 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
     Raises:
         ValueError: A request that the engine can never serve (see `Engine.check_request`).
     """
-    share = collector.share
-    with collector.timer.stage("rollout"), share.rollout(), engine.rollout(collector.purpose):
+    with collector.timer.stage("rollout"), collector.ranks.rollout(), engine.rollout(collector.purpose):
         while True:
             for request in draws.requests(engine, collector):
                 engine.add(request)
             if engine.has_work:
                 started = time.monotonic()
                 ended = collector.receive(engine, engine.step())
-                share.report_progress(time.monotonic() - started)
+                collector.ranks.report_progress(time.monotonic() - started)
             elif draws.undecided or collector.turns.futures():
                 ended = collector.wait(engine, draws.undecided)
             elif draws.are_over(collector):
-                collector.run_background(engine, draws.complete(collector))
+                collector.run_ahead(engine, draws.complete(collector))
                 break
-            elif share.wait_for_others(sleeps=not engine.step_background()):
+            elif collector.ranks.wait_for_others(sleeps=not engine.step_run_aheads()):
                 continue
             else:
                 break
@@ -117,7 +116,7 @@ class FixedDraws(Draws):
     """Draws that are all opened at once."""
 
     def __init__(self, draws: Sequence[tuple[int, Prompt]]) -> None:
-        """All ranks make the same.
+        """Draws that no rollout has opened; all ranks make the same.
 
         Args:
             draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a
@@ -140,12 +139,12 @@ class FixedDraws(Draws):
             engine.drafter.learn(whole)
             for completion in collector.receive(engine, whole):
                 self.ended(collector, completion)
-            yield from collector.share.deal(engine, [request for request in opened if not request.is_whole])
-        yield from collector.share.claim(engine.num_free_slots)
+            yield from collector.ranks.deal(engine, [request for request in opened if not request.is_whole])
+        yield from collector.ranks.claim(engine.num_free_slots)
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`."""
-        return collector.share.read("finished") == len(self.draws) * collector.num_samples
+        return collector.ranks.read("finished") == len(self.draws) * collector.num_samples
 
     def complete(self, collector: Collector) -> Sequence[int]:
         """See `Draws`."""
@@ -162,7 +161,7 @@ class Collector:
 
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
-    turns: Turns
+    turns: OneTurn
     """Whether and how a sample continues where the decoder gives it back."""
     _: KW_ONLY
     num_samples: int
@@ -178,12 +177,12 @@ class Collector:
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while no sample decodes as `grading` or `tools`."""
-    share: Share = field(default_factory=Share)
+    ranks: OneRank = field(default_factory=OneRank)
     """What this process takes of the rollout; its counter `finished` counts samples."""
-    runs_background: bool = True
-    """Whether the engine's background continues while samples wait for environments and graders."""
+    runs_ahead: bool = True
+    """Whether run-aheads continue while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
-    """Of samples that go on from what was sampled earlier."""
+    """Responses from which samples continue, because an earlier rollout has sampled them."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
@@ -258,27 +257,27 @@ class Collector:
     def wait(self, engine: Engine, draw_indices: Sequence[int]) -> list[Completion]:
         """Wait until one more sample of these draws is graded, or an environment answers or is late.
 
-        Where the engine's background may go on it makes a step instead.
+        Where run-aheads may continue, one decode step of them takes the place of the wait.
 
         Returns:
             The samples that have ended, as `receive`.
         """
-        self.share.report_progress()
+        self.ranks.report_progress()
         futures = self.turns.futures()
         with self.timer.stage("tools" if futures else "grading"):
-            seconds = 0.0 if self.runs_background and engine.step_background() else POLL_SECONDS if futures else None
+            seconds = 0.0 if self.runs_ahead and engine.step_run_aheads() else POLL_SECONDS if futures else None
             self.grader.wait_any(self._tickets(draw_indices), futures, seconds)
         return self.receive(engine, [])
 
-    def run_background(self, engine: Engine, draw_indices: Sequence[int]) -> None:
-        """Let the engine's background go on, where it may, until these draws are graded or it has nothing to do."""
+    def run_ahead(self, engine: Engine, draw_indices: Sequence[int]) -> None:
+        """Let run-aheads continue, where they may, until these draws are graded or no run-ahead has work."""
         tickets = self._tickets(draw_indices)
         with self.timer.stage("grading"):
-            while self.runs_background and not all(map(self.grader.is_done, tickets)) and engine.step_background():
+            while self.runs_ahead and not all(map(self.grader.is_done, tickets)) and engine.step_run_aheads():
                 self.grader.wait_any(tickets, timeout=0.0)
 
     def _tickets(self, draw_indices: Sequence[int]) -> list[GradeTicket]:
-        """Of this rank's samples of some open draws that have ended."""
+        """Tickets of this rank's ended samples of some open draws."""
         return [sample.ticket for draw_index in draw_indices for sample in self._draws[draw_index].samples.values()]
 
     def take(self, draw_indices: Sequence[int], *, are_shared: bool = True) -> list[Rollout]:
@@ -308,7 +307,7 @@ class Collector:
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
         """The groups of all ranks, in data order."""
-        others = self.share.exchange(engine, rollouts, self.requests)
+        others = self.ranks.exchange(engine, rollouts, self.requests)
         groups = groupby(sorted([*rollouts, *others], key=data_order), key=lambda rollout: rollout.draw_index)
         return [_group(list(samples), self.num_samples) for _, samples in groups]
 

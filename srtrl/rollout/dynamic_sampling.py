@@ -55,9 +55,9 @@ class DrawsUntilFull(Draws):
     """Draws that this rank has opened."""
     num_opened: int = field(default=0, init=False)
     _kept: set[int] = field(default_factory=set, init=False)
-    """Of this rank's decided draws."""
+    """This rank's decided draws that are kept."""
     _rollouts: list[Rollout] = field(default_factory=list, init=False)
-    """Of this rank's decided draws."""
+    """Rollouts of this rank's decided draws."""
     _next: int | None = field(default=None, init=False)
     """Number of this rank's next draw, which may not be opened yet."""
 
@@ -68,7 +68,7 @@ class DrawsUntilFull(Draws):
             self.undecided.remove(draw)
             self._rollouts += rollouts
             is_kept = self.keeps(RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw, rollouts=rollouts))
-            collector.share.add("kept" if is_kept else "dropped")
+            collector.ranks.add("kept" if is_kept else "dropped")
             if is_kept:
                 self._kept.add(draw)
         opened: list[int] = []
@@ -82,8 +82,8 @@ class DrawsUntilFull(Draws):
 
     def are_over(self, collector: Collector) -> bool:
         """See `Draws`; whether all draws that the batch needs are decided."""
-        num_dropped = collector.share.read("dropped")
-        return collector.share.read("kept") + num_dropped >= self._limit(num_dropped)
+        num_dropped = collector.ranks.read("dropped")
+        return collector.ranks.read("kept") + num_dropped >= self._limit(num_dropped)
 
     def rollouts(self, collector: Collector) -> list[Rollout]:
         """See `Draws`."""
@@ -91,7 +91,7 @@ class DrawsUntilFull(Draws):
         return self._rollouts
 
     def kept_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Of the groups of all draws those that are kept; called on all ranks."""
+        """Those of the groups that are kept; called on all ranks."""
         kept = set[int]().union(*ranks.gather(self._kept, "the kept groups"))
         return [group for group in groups if group.draw_index in kept]
 
@@ -103,8 +103,8 @@ class DrawsUntilFull(Draws):
     def _take_next(self, collector: Collector) -> int | None:
         """This rank's next draw, if it may be opened now."""
         if self._next is None:
-            self._next = collector.share.add("draws")
-        if self._next >= self._limit(collector.share.read("dropped")):
+            self._next = collector.ranks.add("draws")
+        if self._next >= self._limit(collector.ranks.read("dropped")):
             return None
         number, self._next = self._next, None
         return self.first_draw + number

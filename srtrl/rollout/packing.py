@@ -25,7 +25,7 @@ class PackedBatch:
     first_sequence: int
     """Index of its first sequence, of those given to `pack`: what orders the micro-batches."""
     weight: float
-    """Of its loss: 1, or 0 for what a rank computes only to take as many passes as the others."""
+    """Weight of its loss: 1, or 0 for what a rank computes only to take as many passes as the others."""
     token_ids: Tensor
     """Prompts and responses, without what a sequence shares with the one before it: [T] int64."""
     plan: PackedPlan
@@ -47,7 +47,7 @@ class PackedBatch:
     ref_logprobs: Tensor | None
     """[R] float32; None where the sequences have none."""
     values: Tensor | None
-    """Of a value model before the update, [R] float32; None where the sequences have none."""
+    """Outputs of a value model before the update, [R] float32; None where the sequences have none."""
     returns: Tensor | None
     """Targets of the value model, [R] float32; None where the sequences have none."""
 
@@ -135,7 +135,7 @@ def _pack_range(
     return PackedBatch(
         first_sequence=first,
         weight=weight,
-        token_ids=tensor(np.concatenate([one.token_ids[n:] for one, n in zip(chosen, shared, strict=True)])),
+        token_ids=tensor(np.concatenate([sequence.token_ids[n:] for sequence, n in zip(chosen, shared, strict=True)])),
         plan=plan,
         hidden_index=tensor(np.concatenate(rows)),
         places=tensor(np.concatenate(places)),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from srtrl import ranks
-from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
+from srtrl.files import named_in_errors, new_folder, temporary_beside, write_atomic
 from srtrl.model.files import weight_files
 from srtrl.model.folders import find_adapter, locate
 from srtrl.model.weights import save_model

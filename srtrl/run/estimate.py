@@ -10,7 +10,7 @@ import torch
 from srtrl.engine.kv_memory import MAX_AUTO_SLOTS
 from srtrl.model.folders import is_local
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.shapes import published_shape
+from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.schema import Recipe

@@ -14,7 +14,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Unpack
 
-from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, write_atomic
+from srtrl.files import is_temporary, sync_folder, write_atomic
+from srtrl.metrics import MetricLog, read_metrics
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
@@ -27,7 +28,7 @@ from srtrl.types import RolloutGroup
 LOCKED_KEYS: tuple[str, ...] = (
     *("seed", "model.path", "model.tokenizer", "model.dtype", "model.lora"),
     *("model.lora.rank", "model.lora.alpha", "model.lora.targets*"),
-    *("critic", "task.*", "rewards", "rollout.environment*", "rollout.mode"),
+    *("critic", "task", "task.*", "data.order", "rewards", "rollout.environment*", "rollout.mode"),
 )
 """Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 
@@ -172,7 +173,7 @@ def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str
     """A line for each option that differs; ValueError where one is locked, with its place in the source of `old`."""
     refused: list[str] = []
     changes: list[str] = []
-    before, now = ({key: repr(value) for key, value in flatten(one.model_dump())} for one in (old, new))
+    before, now = ({key: repr(value) for key, value in flatten(recipe.model_dump())} for recipe in (old, new))
     for key in sorted(before.keys() | now.keys()):
         if (old_value := before.get(key, "nothing")) != (value := now.get(key, "nothing")):
             line = f"{key}: the run has {cut(old_value)}, now {cut(value)}"

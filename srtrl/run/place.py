@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from srtrl.metrics import MetricRow, is_temporary, read_metrics
+from srtrl.files import is_temporary
+from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe.schema import Recipe
 
 

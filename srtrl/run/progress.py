@@ -46,7 +46,7 @@ class RunProgress:
     """Prints lines; inside its `with` block, on a terminal, also shows the current step and stage below them."""
 
     def __init__(self, num_steps: int, *, console: Console | None = None) -> None:
-        """Of `num_steps` steps, on standard output by default."""
+        """The progress of a run of `num_steps` steps, on standard output by default."""
         self.console = console if console is not None else Console()
         self._num_steps = num_steps
         self._num_done = 0

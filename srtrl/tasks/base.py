@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import Recipe, Section, TaskSection
 from srtrl.resolve import Caught, describe_error, describe_value, resolve_class
+from srtrl.tasks.order import DataOrder, Order
 from srtrl.tasks.rendering import Message
 from srtrl.types import Prompt
 
@@ -44,6 +45,8 @@ class TaskBase:
     """Problems to train on; empty where the options name none."""
     eval_prompts: Sequence[Prompt] = ()
     """Held-out problems; empty where the options name none."""
+    grader_class: type[Any] | None = None
+    """In place of `srtrl.tasks.grading:Grader`, a subclass of it."""
     load_report: Mapping[str, int] = MappingProxyType({})
     """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
 
@@ -54,6 +57,10 @@ class TaskBase:
     def verifier(self) -> Verifier | None:
         """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
         return None
+
+    def order(self, seed: int, *, is_shuffled: bool = True) -> Order:
+        """Which training prompt is drawn when, where that depends on no sample."""
+        return DataOrder(len(self.train_prompts), seed, is_shuffled=is_shuffled)
 
     @classmethod
     def check_options(cls, options: Any) -> None:
@@ -76,7 +83,7 @@ class TaskBase:
 
 def check_task(recipe: Recipe) -> None:
     """Check the task's name and options without a tokenizer or weights; ValueError names the option and the reason."""
-    task_class, options = _resolve_task(recipe.task)
+    task_class, options = resolve_task(recipe.task)
     task_class.check_options(options)
     _check_judges(task_class, recipe)
     wants_eval = recipe.eval.before_and_after is True or recipe.eval.every_steps is not None
@@ -86,7 +93,7 @@ def check_task(recipe: Recipe) -> None:
 
 def needs_network(task: TaskSection) -> bool:
     """Whether loading the task downloads something."""
-    task_class, options = _resolve_task(task)
+    task_class, options = resolve_task(task)
     return task_class.needs_network(options)
 
 
@@ -108,19 +115,31 @@ def load_task(
     Raises:
         ValueError: the task's name, an option, or a row of its data is incorrect.
     """
-    task_class, options = _resolve_task(recipe.task)
+    longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
+    task = load_section(recipe.task, tokenizer, max_prompt_tokens=longest, tools=tools)
+    _check_judges(task, recipe)
+    return task
+
+
+def load_section(
+    section: TaskSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_prompt_tokens: int,
+    tools: Sequence[dict[str, Any]] = (),
+) -> TaskBase:
+    """As `load_task`, for one section."""
+    task_class, options = resolve_task(section)
     if tools and "chat_template_options" in type(options).model_fields:
         template_options = {"tools": list(tools), **getattr(options, "chat_template_options", {})}
         options = options.model_copy(update={"chat_template_options": template_options})
-    longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
     with Caught() as caught:
-        task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
+        task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
     if (error := caught.error) is not None:
-        if ":" not in recipe.task.name:
+        if ":" not in section.name:
             raise error
         what = str(error) if isinstance(error, ValueError) else f"task.name: raised {describe_error(error)}"
         raise ValueError(what) from error
-    _check_judges(task, recipe)
     return task
 
 
@@ -152,13 +171,14 @@ def typed_prompts(task: TaskSection, prompts: Sequence[str | list[Message]]) -> 
     Raises:
         ValueError: messages for a task of texts.
     """
-    task_class, options = _resolve_task(task)
+    task_class, options = resolve_task(task)
     if not hasattr(options, "text_option") and not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError(f"prompts of the task {task.name} are texts, not messages: give texts, or --raw")
     return [task_class.typed_prompt(options, prompt) for prompt in prompts]
 
 
-def _resolve_task(task: TaskSection) -> tuple[type[TaskBase], Section]:
+def resolve_task(task: TaskSection) -> tuple[type[TaskBase], Section]:
+    """The class that a task names, and its options."""
     task_class = resolve_class("srtrl.tasks", task.name, "Task")
     if not (isinstance(task_class, type) and issubclass(task_class, TaskBase)):
         raise ValueError(f"`{task.name}` is no task; expected a subclass of {__name__}:TaskBase")

@@ -112,6 +112,10 @@ class Grader:
         ]
         """Rewards of the user that are called for one sample after the other."""
 
+    def task_metrics(self, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup] | None) -> dict[str, float]:
+        """Metrics of each task of a mixture, of a training step or (without `kept`) an evaluation; else none."""
+        return {}
+
     def __enter__(self) -> Self:
         self._num_threads = restore_process("this program")
         if self._isolated.modules:
@@ -147,7 +151,7 @@ class Grader:
             finish_reason: Why it ended.
             num_tokens: Its length, the end token included.
             environment_reward: The sum of the rewards of the sample's environment.
-            num_turns: Turns of the policy.
+            num_turns: OneTurn of the policy.
         """
         sample = RewardInput(
             prompt=prompt,
@@ -314,6 +318,14 @@ class Grader:
         total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
         outcome: GradeOutcome = "correct" if verdict.correct else "wrong"
         return Grade(reward=total, parts=parts, outcome=outcome if self._verifier is not None else "graded")
+
+
+def make_grader(
+    task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
+) -> Grader:
+    """The grader of a task; see `Grader`."""
+    grader_class: type[Grader] = task.grader_class or Grader
+    return grader_class(task, rewards, grading, max_new_tokens)
 
 
 def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:

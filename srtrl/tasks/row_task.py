@@ -224,7 +224,7 @@ def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | N
         name = getattr(options, options.text_option)
         value = get_field(fields, name)
         if isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
-            raise RowError(f"field `{name}` is messages written as one text of JSON: give the list of messages itself")
+            value = _messages_in(value, name)
         messages = check_messages(value, name) if isinstance(value, list) else None
         text = text_of(fields, name) if messages is None else messages[-1]["content"]
     else:
@@ -262,6 +262,14 @@ def check_messages(values: Sequence[Any], name: str) -> list[Message]:
     if (role := messages[-1]["role"]) != "user":
         raise RowError(f"the last message of `{name}` must be the user's, it is of the role {role}")
     return messages
+
+
+def _messages_in(text: str, name: str) -> Any:
+    """The messages of a text in JSON, as a column of Parquet may have them."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"field `{name}` begins as messages in JSON, but it is not JSON: {error}") from error
 
 
 def _shown(fields: Mapping[str, Any], name: str) -> str:

@@ -1,6 +1,8 @@
-"""Rows of a data set, from JSONL or Parquet files or from the hub, each with the place it came from."""
+"""Rows of a data set, from JSON or Parquet files or from the hub, each with the place it came from."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,16 @@ from srtrl.recipe.schema import Section
 from srtrl.resolve import regular_file, suggestion
 
 PARQUET_BATCH_ROWS = 1024
+ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+"""Of files of rows."""
 
 
 class RowSource(Section):
     """The source of rows: `{files: [a.jsonl, b.parquet]}` or `{hub: openai/gsm8k, config: main, split: train}`."""
 
     files: list[str] = Field(default_factory=list)
-    """JSONL files (one object per line) and Parquet files, read in this order."""
+    """Files, read in this order: `.jsonl` (one object per line), `.json` (the same, or an array of objects), both also
+    with `.gz`, and `.parquet`."""
     hub: str | None = None
     """Name of a data set on the Hugging Face hub, or the folder of one."""
     config: str | None = None
@@ -66,11 +71,11 @@ def read_rows(source: RowSource) -> Iterator[Row]:
     names = [path.name for path in paths]
     for path in paths:
         label = path.name if names.count(path.name) == 1 else str(path)
-        reader = _read_parquet if path.suffix == ".parquet" else _read_jsonl
+        reader = _read_parquet if path.suffix == ".parquet" else _read_json
         try:
             yield from reader(regular_file(path), label)
-        except OSError as error:
-            reason = error.strerror or " ".join(str(error).split())
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise ValueError(f"cannot read {path}: {reason}") from error
 
 
@@ -78,8 +83,8 @@ def check_source(source: RowSource, option: str) -> None:
     """Raise ValueError, naming the recipe's option, where a file is missing or of an unknown kind."""
     for index, name in enumerate(source.files):
         path = Path(name)
-        if path.suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f"{option}.files.{index}: expected a .jsonl or .parquet file, found {name}")
+        if not name.endswith(ENDINGS):
+            raise ValueError(f"{option}.files.{index}: expected a file {' or '.join(ENDINGS)}, found {name}")
         try:
             regular_file(path)
         except ValueError as error:
@@ -108,23 +113,39 @@ def get_field(fields: Mapping[str, Any], name: str) -> Any:
     raise RowError(f"no field `{name}`{suggestion(name, fields)}; its fields are {', '.join(fields)}")
 
 
-def _read_jsonl(path: Path, label: str) -> Iterator[Row]:
-    """One row for each line that is not blank."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=parse_row(line))
+def _read_json(path: Path, label: str) -> Iterator[Row]:
+    """One row for each line that is not blank, or for each item of an array."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        is_array = ".jsonl" not in path.suffixes and file.peek(64).lstrip().startswith(b"[")
+        for number, item in enumerate(_items(file.read(), path) if is_array else file, start=1):
+            if is_array or item.strip():
+                fields = _fields(item) if is_array else parse_row(item)
+                yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=fields)
+
+
+def _items(text: bytes, path: Path) -> list[Any]:
+    """The items of an array in JSON."""
+    try:
+        items: list[Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no array in JSON: {error}") from error
+    return items
 
 
 def parse_row(line: bytes | str) -> Mapping[str, Any] | RowError:
     """The fields of a row in JSON, or the reason why it has none."""
     try:
-        fields = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         return RowError(f"not JSON: {error}")
-    if not isinstance(fields, dict):
-        return RowError(f"expected an object with fields, found {type(fields).__name__}")
-    return fields
+    return _fields(value)
+
+
+def _fields(value: Any) -> Mapping[str, Any] | RowError:
+    """A row that is an object, or the reason why it is none."""
+    return (
+        value if isinstance(value, dict) else RowError(f"expected an object with fields, found {type(value).__name__}")
+    )
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[Row]:

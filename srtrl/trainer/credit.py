@@ -220,7 +220,8 @@ class CreditAssigner:
     def _offered(self, groups: Sequence[RolloutGroup], lengths: Tensor, step: int) -> dict[str, Any]:
         """What the advantage declares of what there is (docs/extending.md); tensors have the shape of `lengths`."""
         grades = [rollout.grade for group in groups for rollout in group.rollouts]
-        terms = {name: torch.tensor([grade.parts[name] for grade in grades]).double() for name in grades[0].parts}
+        names = dict.fromkeys(name for grade in grades for name in grade.parts)  # tasks may have rewards of their own
+        terms = {name: torch.tensor([grade.parts.get(name, 0.0) for grade in grades]).double() for name in names}
         offered = {
             "reward_terms": {name: values.reshape(lengths.shape) for name, values in terms.items()},
             "reward_weights": self._reward_weights,

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import FixedDraws, OnProgress, collect_rollouts
-from srtrl.run.metrics import turn_metrics
+from srtrl.run.step_metrics import turn_metrics
 from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import NO_HELD_OUT, TaskBase
 from srtrl.trainer.sampling import RolloutContext, train_sampling
@@ -67,7 +67,8 @@ def evaluate(
     context.turns.check_not_all_raised("evaluation")
     seconds = sum(timer.take().values())
     context.take_engine_metrics()  # of evaluation: the next training step must not report them
-    return groups, eval_metrics(groups, seconds, context.grader.outcomes)
+    metrics = eval_metrics(groups, seconds, context.grader.outcomes)
+    return groups, metrics | context.grader.task_metrics(groups, None)
 
 
 def eval_metrics(

@@ -32,7 +32,7 @@ class PassObserver(Protocol):
     """Something that learns from the policy's passes, beside it."""
 
     folder: str
-    """Of its tensors in a checkpoint."""
+    """Folder of its tensors in a checkpoint."""
 
     def see(self, hidden: Tensor, packed: PackedBatch) -> None:
         """A forward pass: the final hidden states [R, D] of the response tokens of a micro-batch."""
@@ -56,16 +56,16 @@ class Learner:
     stage = "update"
     """Names its time, `time/<stage>`."""
     folder = OPTIMIZER
-    """Of the optimizer's state in a checkpoint."""
+    """Folder of the optimizer's state in a checkpoint."""
     title = ""
     """Begins error messages."""
     prefix = ""
-    """Of the names of its metrics."""
+    """Begins the names of its metrics."""
     loss_name = ""
     """The option of its loss, and the function, as error messages name them."""
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW, updates: UpdatePlan) -> None:
-        """Keep these.
+        """A model that has learned nothing yet in this process.
 
         Args:
             model: Its weights learn.
@@ -178,7 +178,7 @@ class Learner:
         return norm
 
     def resharded(self) -> AbstractContextManager[None]:
-        """Around all passes of an update, where a sharded model is whole outside of them."""
+        """Around the passes of an update: inside the `with` block a sharded model is in parts."""
         return nullcontext()
 
     @property
@@ -191,7 +191,7 @@ class Learner:
         return {self.folder: self.optimizer.tensors(self.dtype)}
 
     def whole(self) -> AbstractContextManager[None]:
-        """Around `save`, on all ranks: the model is whole inside the `with` block."""
+        """Entered on all ranks before `save`: the model is whole inside the `with` block."""
         return nullcontext()
 
     def save(self, folder: Path) -> None:

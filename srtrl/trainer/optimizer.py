@@ -86,9 +86,10 @@ class MasterAdamW(torch.optim.AdamW):
         self.master_of: dict[nn.Parameter, Tensor] = {}
         """The float32 master of each parameter of a half type."""
         masters = [
-            {**group, "params": [(name, self._make_master(one)) for name, one in group["params"]]} for group in groups
+            {**group, "params": [(name, self._make_master(parameter)) for name, parameter in group["params"]]}
+            for group in groups
         ]
-        is_computed = all(one.device.type != "meta" for group in masters for _, one in group["params"])
+        is_computed = all(master.device.type != "meta" for group in masters for _, master in group["params"])
         super().__init__(masters, fused=is_computed, **options)  # where only sizes count, there are no fused kernels
         for group in self.param_groups:  # as fused AdamW does in its first step: on the device, and in float32
             for parameter in group["params"]:
@@ -172,7 +173,7 @@ class MasterAdamW(torch.optim.AdamW):
         return dtype in HALF_DTYPES or bool(self.master_of)
 
     def _make_master(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor that the optimizer moves in the parameter's stead."""
+        """The tensor that the optimizer updates: the float32 master of the parameter, or the parameter itself."""
         if parameter.dtype not in HALF_DTYPES:
             return parameter
         master = self.master_of[parameter] = parameter.detach().float().requires_grad_()

@@ -40,7 +40,7 @@ class SharedPasses:
 
     micro_batches: Iterator[PackedBatch]
     results: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Of this rank's micro-batches, by `first_sequence`; the names are the caller's."""
+    """Tensors of this rank's micro-batches, by `first_sequence`; the names are the caller's."""
     all_results: list[dict[str, Tensor]] = field(default_factory=list)
     """After the `with` block: of all micro-batches, in order. On the CPU where there are several ranks."""
 
@@ -76,7 +76,7 @@ def shared_passes(
         yield passes
         results = passes.results
         if ranks.count() > 1:  # after all passes, so that the device need not wait for the host
-            results = {first: {name: one.cpu() for name, one in part.items()} for first, part in results.items()}
+            results = {first: {name: tensor.cpu() for name, tensor in part.items()} for first, part in results.items()}
     passes.all_results = ranks.join(results, what)
 
 
@@ -87,12 +87,12 @@ class Column:
     stage: str
     """Names its time, `time/<stage>`, and its place in errors."""
     field: str
-    """Of `TrainSequence`, such as `ref_logprobs`."""
+    """The field of `TrainSequence` that is filled, such as `ref_logprobs`."""
     model: nn.Module
     forward: Callable[[PackedBatch], Tensor]
     """A pass of the model: the numbers of a micro-batch's response tokens, [R]."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Around the passes."""
+    """Entered before the first pass and left after the last one."""
 
 
 def fill(column: Column, sequences: Sequence[TrainSequence], context: UpdateContext) -> list[TrainSequence]:

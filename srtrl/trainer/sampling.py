@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from srtrl.engine.stopping import count_unknown
 from srtrl.environments.formats import resolve_format
@@ -16,9 +15,9 @@ from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.rollout.share import Share
-from srtrl.rollout.turns import Turns
-from srtrl.run.metrics import rollout_metrics
+from srtrl.rollout.one_rank import OneRank
+from srtrl.rollout.one_turn import OneTurn
+from srtrl.run.step_metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.types import Prompt, Purpose, SamplingParams, StepRollouts
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from srtrl.engine.engine import Engine
     from srtrl.tasks.base import TaskBase
+    from srtrl.tasks.order import Order
 
 DRAWS_PER_PROMPT = 10
 """`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
@@ -43,16 +43,16 @@ class RolloutContext:
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     """Tokens that end a response."""
-    turns: Turns
+    turns: OneTurn
     """What follows where a turn of a sample ends."""
-    share: Share = field(default_factory=Share)
+    ranks: OneRank = field(default_factory=OneRank)
 
     def collector(
         self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
     ) -> Collector:
         """The collector of one rollout; see `Collector`.
 
-        On a CPU the decoder's background leaves waits to graders and environments that compute on the same one.
+        On a CPU no run-ahead is decoded during waits for graders and environments that compute on the same CPU.
         """
         is_shared = self.grader.computes_here or self.turns.computes_here
         return Collector(
@@ -65,8 +65,8 @@ class RolloutContext:
             policy_version=self.engine.policy_version,
             on_progress=on_progress,
             timer=timer,
-            share=self.share,
-            runs_background=not is_shared or self.engine.runner.model.device.type != "cpu",
+            ranks=self.ranks,
+            runs_ahead=not is_shared or self.engine.runner.model.device.type != "cpu",
         )
 
     def count_unknown(self, rollouts: StepRollouts) -> int:
@@ -76,43 +76,19 @@ class RolloutContext:
 
     def take_engine_metrics(self) -> dict[str, float]:
         """Metrics `engine/...` of all ranks since the last call; called on all of them."""
-        return self.engine.take_metrics() | self.share.take_metrics()
+        return self.engine.take_metrics() | self.ranks.take_metrics()
 
     def started(self, prompt: Prompt) -> Prompt:
         """A prompt with the messages that the environment, if there is one, begins with."""
         return self.turns.started(prompt, self.recipe.rollout.max_prompt_tokens)
 
 
-class DataOrder:
-    """A seeded permutation of the prompts for each epoch, laid end to end: which prompt is drawn when.
-
-    A pure function of (seed, place in the run), so later draws are known in advance.
-
-    Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
-    next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
-    """
-
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        if num_prompts < 1:
-            raise ValueError("the task has no training prompts: check task.options (and what was dropped at load)")
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self._epoch = -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-    def prompt_of(self, draw: int) -> int:
-        """Prompt index of draw `draw` of the run (0-based)."""
-        epoch, place = divmod(draw, self.num_prompts)
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.num_prompts)
-            self._epoch = epoch
-        return int(self._permutation[place])
-
-
 class Sampler:
     """Takes each step's groups from the data order, at the place `num_draws`."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
+    def __init__(
+        self, context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order | None = None
+    ) -> None:
         self.context = context
         self.credit = credit
         self.task = task
@@ -120,7 +96,7 @@ class Sampler:
         """Draws that the steps so far have used."""
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
-        self.order = DataOrder(len(task.train_prompts), recipe.seed)
+        self.order = order or task.order(recipe.seed)
         rollout = recipe.rollout
         self.max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
@@ -137,15 +113,17 @@ class Sampler:
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
         context, rollout = self.context, self.context.recipe.rollout
-        epoch = self.num_draws / self.order.num_prompts
+        epochs = self.order.epochs(self.num_draws)
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         rollouts = self.collect(step, collector)
+        self.order.observe(rollouts.groups, self.num_draws)
         check_not_all_failed(rollouts.groups, f"step {step}")
         context.turns.check_not_all_raised(f"step {step}")
         num_short = max(0, self.num_wanted - len(rollouts.kept)) if rollout.dynamic_sampling else 0
         metrics = {
             **rollout_metrics(rollouts, context.grader.outcomes),
-            "data/epoch": epoch,
+            **context.grader.task_metrics(rollouts.groups, rollouts.kept),
+            **epochs,
             "groups/short": num_short,
             "tokens/unknown": context.count_unknown(rollouts),
         }
@@ -189,13 +167,13 @@ class Sampler:
         return self.context.started(self.task.train_prompts[self.order.prompt_of(draw)])
 
     def announce(self, step: int, opened: range, collector: Collector) -> None:
-        """Draws are opened: the decoder's background may want those that this step or the next may open after them."""
+        """Draws are opened: those may be run ahead that this step or the next may open after them."""
         engine, recipe = self.context.engine, self.context.recipe
         end = opened.stop + recipe.rollout.num_prompts
         if step == recipe.train.num_steps:  # no step comes after it
             end = min(end, self.num_draws + self.max_draws)
-        if chosen := engine.background.choose(range(opened.stop, end)):
-            engine.add_background(collector.requests(self.draws(chosen)))
+        if chosen := engine.run_ahead.choose(range(opened.stop, end)):
+            engine.add_run_aheads(collector.requests(self.draws(chosen)))
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:

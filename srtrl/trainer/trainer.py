@@ -22,7 +22,10 @@ from srtrl.run.estimate import describe_device
 from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.machine import add_machine, describe_machine
-from srtrl.run.metrics import (
+from srtrl.run.place import StartFlags
+from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
+from srtrl.run.repeatable import fixed_order
+from srtrl.run.step_metrics import (
     describe_held_out,
     describe_step,
     memory_metrics,
@@ -30,9 +33,6 @@ from srtrl.run.metrics import (
     time_metrics,
     update_flops,
 )
-from srtrl.run.place import StartFlags
-from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
-from srtrl.run.repeatable import fixed_order
 from srtrl.run.trackers import log_samples, start_trackers
 from srtrl.trainer.credit import Credit, CreditAssigner, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
@@ -67,7 +67,7 @@ class Parts:
     """In the order in which they learn; the last one is `policy`."""
     policy: PolicyLearner
     saved: list[Part]
-    """Of a checkpoint, beside the learners and the sampler."""
+    """Parts of a checkpoint beside the learners and the sampler."""
     prompts_sha256: str
     """See `digest_prompts`."""
     model_sha256: str
@@ -82,7 +82,7 @@ class Parts:
     @property
     def checkpointed(self) -> list[Part]:
         """All that a checkpoint holds, in the order in which it is read."""
-        return [*self.saved, *self.learners, self.sampler]
+        return [*self.saved, *self.learners, self.sampler, self.sampler.order]
 
 
 class Trainer:

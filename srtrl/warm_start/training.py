@@ -16,10 +16,10 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
-from srtrl import build, ranks
+from srtrl import build, build_models, ranks
 from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
-from srtrl.metrics import new_folder, temporary_beside, write_atomic
+from srtrl.files import new_folder, temporary_beside, write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.hf_config import config_from_hf
@@ -36,7 +36,6 @@ from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import response_logprobs
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.sampling import DataOrder
 from srtrl.types import Prompt, TrainSequence
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.model.transformer import Transformer
-    from srtrl.rollout.turns import Turns
+    from srtrl.rollout.one_turn import OneTurn
 
 RECORD = "warm_start.json"
 TOKENIZER_PROBLEMS = 10_000
@@ -111,7 +110,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
         model = _model(recipe, section, tokenizer, choose_device(recipe))
         end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
     losses: list[float] = []
-    optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
+    optimizer = build_models.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
     learner = SupervisedLearner(model, optimizer, update_plan(section))
     progress = RunProgress(section.num_steps, console=None if ranks.is_main() else Console(quiet=True))
     # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
@@ -133,7 +132,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
             progress.say(f"the folder that was {output} is now {move_aside(output)}")
         ids = sorted({int(tokenizer.eos_token_id), *end_ids})
         with new_folder(output) as temporary:
-            dtype = build.DTYPES[section.save_dtype]
+            dtype = build_models.DTYPES[section.save_dtype]
             save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=ids, dtype=dtype)
 
     ranks.on_main(save, "saving the policy")
@@ -182,7 +181,7 @@ def _model(
 ) -> Transformer:
     """The model to fine-tune: random weights of the recipe's architecture, or those of `model.path`."""
     if section.architecture is None:
-        return build.build_policy(recipe, recipe.model.path, device)
+        return build_models.build_policy(recipe, recipe.model.path, device)
     config = config_from_hf(
         {
             **section.architecture.model_dump(),
@@ -194,8 +193,8 @@ def _model(
             "tie_word_embeddings": True,
         }
     )
-    model = init_model(config, recipe.seed, dtype=build.DTYPES[recipe.model.dtype], device=device)
-    build.set_update(model, recipe)
+    model = init_model(config, recipe.seed, dtype=build_models.DTYPES[recipe.model.dtype], device=device)
+    build_models.set_update(model, recipe)
     return model
 
 
@@ -226,7 +225,7 @@ def update_plan(section: WarmStartSection) -> UpdatePlan:
     )
 
 
-def solution_sequence(task: TaskBase, turns: Turns, prompt: Prompt) -> TrainSequence:
+def solution_sequence(task: TaskBase, turns: OneTurn, prompt: Prompt) -> TrainSequence:
     """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
 
     It may hold the observations of an environment: tokens as in a rollout, no targets.
@@ -255,7 +254,7 @@ def solution_batches(
     recipe: Recipe,
     section: WarmStartSection,
     task: TaskBase,
-    turns: Turns,
+    turns: OneTurn,
 ) -> Iterator[tuple[list[TrainSequence], int]]:
     """The solutions of the training problems, in data order and without end.
 
@@ -272,7 +271,7 @@ def solution_batches(
     """
     if turns.tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
-    order = DataOrder(len(task.train_prompts), recipe.seed)
+    order = task.order(recipe.seed)
     random = np.random.default_rng((recipe.seed, 0x501))
     printable = printable_tokens(turns.tokenizer) if section.noise else []
     max_new_tokens = recipe.rollout.max_new_tokens

@@ -1,4 +1,7 @@
-"""What fills the slots, rows and pages that no sample wants. No tensors here."""
+"""Run-ahead as the engine sees it: decode samples of later steps in slots, rows and pages that are free now.
+
+`NoRunAhead` is an engine without it, and says what each method is for; a subclass has the samples.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +26,10 @@ class Room:
     """Whether more samples may take a slot: not while a primary waits."""
 
 
-class Background:
-    """Nothing. A subclass has samples of its own (`Sample.is_background`), which are never completions.
+class NoRunAhead:
+    """Decodes no sample early. A subclass does: its samples (`Sample.is_run_ahead`) are never returned as completions.
 
-    Each holds all its pages alone, so that dropping it gives back every one: the scheduler counts them as free.
+    Such a sample shares no page with another, so dropping it frees all its pages: the scheduler counts them as free.
     """
 
     needs_cost = False
@@ -34,27 +37,27 @@ class Background:
 
     @property
     def num_pages(self) -> int:
-        """Pages that its samples hold."""
+        """Number of pages that run-aheads hold."""
         return 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a sample of it is running or waits."""
+        """Whether a run-ahead has a slot or waits for one."""
         return False
 
     def choose(self, draws: range) -> range:
-        """Of draws that may be opened later, in this step or the next, those whose samples it wants now."""
+        """Those of `draws`, which this step or the next one may open later, whose samples are to be decoded now."""
         return range(0)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """The samples of the draws that it chose."""
+        """Queue the samples of the draws that `choose` returned."""
 
     def max_rows(self, num_rows: int, *, is_alone: bool) -> int:
-        """Largest number of rows that it may have beside `num_rows` others."""
+        """Largest number of rows of run-aheads beside `num_rows` others; `is_alone`: no primary has work."""
         return 0
 
     def schedule(self, step: ScheduledStep, room: Room) -> None:
-        """Add its work to a step that holds the primaries' already."""
+        """Add rows to a step that has all rows of the primaries."""
 
     def drop_newest(self, step: ScheduledStep) -> None:
         """A primary wants a slot: end the sample that took one last."""
@@ -67,7 +70,7 @@ class Background:
         return {}
 
     def finish(self, sample: Sample) -> None:
-        """One of its samples has come to its end: free its slot and its pages."""
+        """A run-ahead has ended: free its slot and its pages."""
 
     def clear(self) -> dict[int, Sample]:
         """The rollout has ended: drop all; returns those that had a slot, by slot."""

@@ -1,4 +1,4 @@
-"""The share that this process takes of each rollout: all of it, unless several ranks share it."""
+"""The part of each rollout that this process decodes: with one rank all of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RequestsOf = Callable[[Sequence[tuple[int, Prompt]]], list[Request]]
 """The requests of draws, see `Collector.requests`."""
 
 
-class Share:
-    """All samples of each rollout, and counters. A subclass takes a part of them, and shares the counters."""
+class OneRank:
+    """Decodes all samples of each rollout, and counts. A subclass decodes a part; its ranks share the counters."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
 
     def rollout(self) -> AbstractContextManager[None]:
-        """Around a rollout, which counts from zero."""
+        """Begin a rollout, with all counters at zero, and end it."""
         self._counts.clear()
         return nullcontext()
 
@@ -33,15 +33,15 @@ class Share:
         return self._counts[name] - amount
 
     def read(self, name: str) -> int:
-        """The value of a counter as it is, or was a moment ago."""
+        """The value of a counter; with several ranks it may be slightly old."""
         return self._counts[name]
 
     def deal(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:
-        """Of all samples those with which this process begins."""
+        """Those of all samples with which this process begins."""
         return requests
 
     def claim(self, count: int) -> Sequence[Request]:
-        """Of those that `deal` has left the next ones, at most `count`: fewer only where none is left anywhere."""
+        """At most `count` more of the samples that `deal` has left: fewer only where no rank has one left."""
         return ()
 
     def report_progress(self, busy_seconds: float = 0.0) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,8 @@ def rollout_metrics(step: StepRollouts, grade_outcomes: Sequence[GradeOutcome] =
     grades = [rollout.grade for rollout in rollouts if rollout.grade.is_graded] or [rollouts[0].grade]
     rewards = [grade.reward for grade in grades]
     metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
-    for name in rollouts[0].grade.parts:
-        metrics[f"reward/{name}"] = fmean(grade.parts[name] for grade in grades)
+    for name in dict.fromkeys(chain(*(grade.parts for grade in grades))):
+        metrics[f"reward/{name}"] = fmean(grade.parts[name] for grade in grades if name in grade.parts)
     if "correct" in grade_outcomes:
         right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
         metrics |= {
@@ -316,7 +317,7 @@ def draft_figures(steps: Sequence[MetricRow]) -> dict[str, str]:
 
 
 def headline(figures: Mapping[str, str]) -> dict[str, str]:
-    """Of `run_figures` those to see first: what drafts save, the last evaluation or the training reward, the time."""
+    """The first of `run_figures` to see: what drafts save, the last evaluation or the training reward, the time."""
     held_out = [name for name in figures if name.startswith(("held-out accuracy", "held-out reward"))]
     names = ("tokens per decode step", *(held_out[-1:] or [TRAINING_REWARD]), TIME)
     return {name: figures[name] for name in names if name in figures}

@@ -28,12 +28,12 @@ class Answer:
     extension: list[int] = field(default_factory=list)
     """Tokens for `Engine.extend`; none where the sample has ended."""
     text: str = ""
-    """Of a sample that has ended; see `Rollout`."""
+    """Text of a sample that has ended; see `Rollout`."""
     conversation: Conversation | None = None
     """The turns of a sample that has ended; None: a single turn."""
 
 
-class Turns:
+class OneTurn:
     """Samples of a single turn: each has ended when the decoder gives it back. Subclasses let environments answer.
 
     A context manager: samples are given to it inside.
@@ -56,7 +56,7 @@ class Turns:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """All samples are given up."""
+        """End the conversations that are still open."""
 
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with an environment's first messages."""

@@ -1,0 +1,276 @@
+"""Several tasks in one run: `task:` is a list, and each sample is graded as its own task says.
+
+A recipe's list of two or more tasks is this task with them as `options.tasks`. Its prompts are theirs end to end; their
+ids begin with the task's label. Draws are shared by weight in fixed proportions: see `MixedOrder`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from itertools import accumulate, chain, zip_longest
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, field_validator
+
+from srtrl.recipe.file import RecipeError
+from srtrl.recipe.schema import GradingSection, MixedTaskSection, RewardSection, Section
+from srtrl.tasks.base import TaskBase, load_section, needs_network, resolve_task
+from srtrl.tasks.grading import Grader, GradeTicket
+from srtrl.tasks.order import DataOrder, Order
+from srtrl.tasks.reward_terms import resolve_rewards
+from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_VERIFIER = "task.name: {} has no verifier, which each of several tasks needs: train on it in a run of its own"
+
+
+class MixtureOptions(Section):
+    """The tasks of a mixture."""
+
+    tasks: list[MixedTaskSection] = Field(min_length=1)
+    """The tasks, each with its weight."""
+
+    @field_validator("tasks")
+    @classmethod
+    def check_tasks(cls, tasks: list[MixedTaskSection]) -> list[MixedTaskSection]:
+        """Refuse two tasks of one label, and a mixture in a mixture."""
+        labels = [task.shown_label for task in tasks]
+        if twice := [label for label, count in Counter(labels).items() if count > 1]:
+            raise ValueError(f"two tasks are labelled `{twice[0]}`, which names their metrics: give one another label")
+        if any(task.name == "mixture" for task in tasks):
+            raise ValueError("a mixture has no mixture inside: list all tasks side by side")
+        return tasks
+
+
+class MixedOrder(Order):
+    """Which prompt of a mixture is drawn when: a pure function of (seed, draw), as `DataOrder`.
+
+    A draw takes the task whose (draws so far + 1) / weight is smallest, the first of equals. Within a task each epoch
+    is a permutation of its own, laid end to end. The number of draws is saved by checkpoints; all else follows from it.
+
+    Args:
+        sizes: Number of prompts of each task; its prompts follow those of the tasks before it.
+        weights: Of each task, taken as written in decimals.
+        labels: The last part of each task's metric.
+        seed: The recipe's.
+        is_shuffled: Else the prompts of each task are in its own order.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        labels: Sequence[str],
+        seed: int,
+        *,
+        is_shuffled: bool = True,
+    ) -> None:
+        self.num_prompts = sum(sizes)
+        self._labels = labels
+        self._starts = [0, *accumulate(sizes)]
+        self._orders = [DataOrder(size, seed, task, is_shuffled=is_shuffled) for task, size in enumerate(sizes)]
+        self._weights = [Fraction(str(weight)) for weight in weights]
+        self._places: list[tuple[int, int]] = []  # [draw]: its task, and how many draws of this task are before it
+        self._counts = [0] * len(sizes)
+
+    def place_of(self, draw: int) -> tuple[int, int]:
+        """Index of the task of draw `draw` of the run (0-based), and the number of earlier draws of this task."""
+        while len(self._places) <= draw:
+            shares = [(count + 1) / weight for count, weight in zip(self._counts, self._weights, strict=True)]
+            task = shares.index(min(shares))
+            self._places.append((task, self._counts[task]))
+            self._counts[task] += 1
+        return self._places[draw]
+
+    def prompt_of(self, draw: int) -> int:
+        """Prompt index of draw `draw` of the run (0-based)."""
+        task, place = self.place_of(draw)
+        return self._starts[task] + self._orders[task].prompt_of(place)
+
+    def epochs(self, num_draws: int) -> dict[str, float]:
+        """`data/epoch` of all prompts after so many draws, and that of each task."""
+        counts = Counter(self.place_of(draw)[0] for draw in range(num_draws))
+        orders = zip(self._labels, self._orders, strict=True)
+        own = {f"data/epoch/{label}": counts[task] / order.num_prompts for task, (label, order) in enumerate(orders)}
+        return {"data/epoch": num_draws / self.num_prompts, **own}
+
+
+class MixedGrader(Grader):
+    """A grader for each task of a mixture; see `Grader`.
+
+    Args:
+        task: The mixture.
+        rewards: Of the tasks that name none.
+        grading: Number of workers of each grader, and their CPU limit.
+        max_new_tokens: `RewardInput.max_new_tokens`.
+    """
+
+    def __init__(
+        self, task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
+    ) -> None:
+        assert isinstance(task, Task)
+        super().__init__(task, (), grading, max_new_tokens)
+        self._mixture = task
+        self._graders = {
+            label: Grader(part, section.rewards or rewards, grading, max_new_tokens)
+            for label, part, section in zip(task.labels, task.parts, task.sections, strict=True)
+        }
+        graders = self._graders.values()
+        self._rewards = [reward for grader in graders for reward in grader._rewards]
+        self._awaited = [reward for reward in self._rewards if reward.awaited]
+        self.computes_here = any(grader.computes_here for grader in graders)
+        self.serial_rewards = list(dict.fromkeys(chain(*(grader.serial_rewards for grader in graders))))
+
+    def __enter__(self) -> Self:
+        for grader in self._graders.values():
+            self._stack.enter_context(grader)
+        return self
+
+    def submit(self, prompt: Prompt, *args: Any, **options: Any) -> GradeTicket:
+        """As `Grader.submit`, by the prompt's own task."""
+        return self._graders[label_of(prompt)].submit(prompt, *args, **options)
+
+    def _check_loop(self) -> None:
+        for grader in self._graders.values():
+            if grader._awaited:
+                grader._check_loop()
+
+    def _grades(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
+        labels = [label_of(ticket.sample.prompt) for ticket in tickets]
+        grades = {
+            label: iter(grader._grades([it for it, own in zip(tickets, labels, strict=True) if own == label]))
+            for label, grader in self._graders.items()
+            if label in labels
+        }
+        return [next(grades[label]) for label in labels]
+
+    def try_rewards(self, prompt: Prompt, num_samples: int = 1) -> None:
+        """As `Grader.try_rewards`, with the first prompt of each task."""
+        for part, grader in zip(self._mixture.first_prompts, self._graders.values(), strict=True):
+            grader.try_rewards(part, num_samples)
+
+    def task_metrics(self, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup] | None) -> dict[str, float]:
+        """The metrics of each task that has groups: of a training step, or without `kept` of an evaluation."""
+        metrics: dict[str, float] = {}
+        for label in self._graders:
+            own = [group for group in groups if label_of(group.prompt) == label]
+            rollouts = list(chain.from_iterable(group.rollouts for group in own))
+            if rollouts and kept is not None:
+                num_kept = sum(label_of(group.prompt) == label for group in kept)
+                metrics |= {f"groups/kept/{label}": num_kept, f"data/draws/{label}": len(own)}
+                metrics |= {f"accuracy/{label}": accuracy(rollouts), f"reward/mean/{label}": mean_reward(rollouts)}
+            elif rollouts:
+                metrics |= {f"eval/accuracy/{label}": accuracy(rollouts), f"eval/reward/{label}": mean_reward(rollouts)}
+        return metrics
+
+
+class Task(TaskBase):
+    """The tasks of `options.tasks` as one."""
+
+    Options = MixtureOptions
+    grader_class = MixedGrader
+
+    def __init__(
+        self, options: MixtureOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    ) -> None:
+        self.sections = options.tasks
+        self.labels = [section.shown_label for section in options.tasks]
+        self.parts: list[TaskBase] = []
+        for index, section in enumerate(options.tasks):
+            with _errors_of(index):
+                part = load_section(section, tokenizer, max_prompt_tokens=max_prompt_tokens)
+                if part.verifier is None:
+                    raise ValueError(NO_VERIFIER.format(section.name))
+                if not part.train_prompts:
+                    raise ValueError("task.options: no training prompts; each of several tasks needs some")
+                self.parts.append(part)
+        prompts = [_labelled(label, part.train_prompts) for label, part in zip(self.labels, self.parts, strict=True)]
+        self.first_prompts = [some[0] for some in prompts]
+        self.train_prompts = list(chain(*prompts))
+        held_out = [_labelled(label, part.eval_prompts) for label, part in zip(self.labels, self.parts, strict=True)]
+        # In turns, so that the first `eval.num_problems` are of all tasks.
+        self.eval_prompts = [prompt for some in zip_longest(*held_out) for prompt in some if prompt is not None]
+        self._part_of = dict(zip(self.labels, self.parts, strict=True))
+        report: Counter[str] = Counter()
+        for part in self.parts:
+            report.update(part.load_report)
+        self.load_report = dict(report)
+
+    @property
+    def verifier(self) -> Any:
+        """Never called: `MixedGrader` calls the verifier of each sample's task."""
+        return _judged_by_its_task
+
+    def order(self, seed: int, *, is_shuffled: bool = True) -> MixedOrder:
+        """Draws in the proportions of the tasks' weights."""
+        sizes = [len(part.train_prompts) for part in self.parts]
+        weights = [section.weight for section in self.sections]
+        return MixedOrder(sizes, weights, self.labels, seed, is_shuffled=is_shuffled)
+
+    @classmethod
+    def check_options(cls, options: MixtureOptions) -> None:
+        """Check each task's options and rewards; ValueError."""
+        for index, section in enumerate(options.tasks):
+            with _errors_of(index):
+                task_class, own = resolve_task(section)
+                if task_class.verifier is None:
+                    raise ValueError(NO_VERIFIER.format(section.name))
+                task_class.check_options(own)
+                resolve_rewards(section.rewards or ())
+
+    @classmethod
+    def needs_network(cls, options: MixtureOptions) -> bool:
+        """Whether one of the tasks is downloaded."""
+        return any(map(needs_network, options.tasks))
+
+    @classmethod
+    def typed_prompt(cls, options: MixtureOptions, text: Any) -> Any:
+        """Refused: there is no telling whose prompt it is."""
+        raise ValueError("a mixture of tasks does not say whose prompt it is: give --raw")
+
+    def solution(self, prompt: Prompt) -> str:
+        """That of the prompt's own task."""
+        return self._part_of[label_of(prompt)].solution(prompt)
+
+
+def label_of(prompt: Prompt) -> str:
+    """The label of a prompt's task."""
+    return prompt.prompt_id.partition("/")[0]
+
+
+@contextmanager
+def _errors_of(index: int) -> Iterator[None]:
+    """Errors inside name the keys of this task of the list: `task.1.options...` for `task.options...`."""
+    rename = partial(re.sub, r"^(task\.|(?=rewards\b))", f"task.{index}.")
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(*(replace(item, key=rename(item.key)) for item in error.problems)) from error
+    except ValueError as error:
+        what = rename(str(error))
+        raise ValueError(what if what.startswith("task.") else f"task.{index}: {what}") from error
+
+
+def accuracy(rollouts: Sequence[Rollout]) -> float:
+    """Share of samples that were graded correct."""
+    return fmean(rollout.grade.outcome == "correct" for rollout in rollouts)
+
+
+def mean_reward(rollouts: Sequence[Rollout]) -> float:
+    """Mean reward of the samples that could be graded, 0 where there is none."""
+    return fmean([rollout.grade.reward for rollout in rollouts if rollout.grade.is_graded] or [0.0])
+
+
+def _labelled(label: str, prompts: Iterable[Prompt]) -> list[Prompt]:
+    return [replace(prompt, prompt_id=f"{label}/{prompt.prompt_id}") for prompt in prompts]
+
+
+def _judged_by_its_task(text: str, answer: str, /) -> bool:
+    raise AssertionError("a sample of a mixture is judged by its own task")

@@ -1,0 +1,114 @@
+"""Several tasks in one run."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from rank_cases import FORKED
+from rank_runs import assert_close_runs, train_on_ranks
+from tiny_run import EASY, LUCKY, assert_same_run, make_policy, make_recipe, train
+
+from srtrl.metrics import read_metrics
+from srtrl.recipe.schema import Recipe
+from srtrl.tasks.mixture import MixedOrder
+
+SIZES = (10, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [((2, 1), (2, 1)), ((0.3, 0.6), (1, 2)), ((1, 1), (1, 1)), ((0.5, 0.25, 0.25), (2, 1, 1)), ((7, 1, 5), (7, 1, 5))],
+)
+def test_every_window_has_its_exact_quotas_and_every_epoch_all_prompts(
+    weights: tuple[float, ...], shares: tuple[int, ...]
+) -> None:
+    sizes, cycle = SIZES[: len(weights)], sum(shares)
+    order = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5)
+    tasks = [order.place_of(draw)[0] for draw in range(400)]
+    for start in range(400 - cycle):
+        assert tuple(tasks[start : start + cycle].count(task) for task in range(len(weights))) == shares
+    drawn = [order.prompt_of(draw) for draw in range(400)]
+    starts = [sum(sizes[:task]) for task in range(len(weights))]
+    for task, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        own = [prompt for prompt, its_task in zip(drawn, tasks, strict=True) if its_task == task]
+        assert order.epochs(400)[f"data/epoch/{'abc'[task]}"] == len(own) / size
+        epochs = [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(start, start + size)) for epoch in epochs)
+        assert len(set(map(tuple, epochs))) > 1 or len(epochs) < 2
+    as_is = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5, is_shuffled=False)
+    first = [as_is.prompt_of(draw) for draw, task in enumerate(tasks[:20]) if task == 0]
+    assert first == [number % sizes[0] for number in range(len(first))]
+    later = MixedOrder(sizes, weights, "abc"[: len(weights)], seed=5)  # that of a run which resumes
+    assert [later.prompt_of(draw) for draw in reversed(range(400))] == drawn[::-1]
+
+
+def test_weights_that_fit_no_short_cycle_are_met_as_near_as_one_draw() -> None:
+    order = MixedOrder(SIZES, (1, 0.1, 3.14159), "abc", seed=0)
+    tasks = [order.place_of(draw)[0] for draw in range(5000)]
+    for task, weight in enumerate((1, 0.1, 3.14159)):
+        for num in range(1, 5000, 7):
+            assert abs(tasks[:num].count(task) - num * weight / 4.24159) < 1.5
+
+
+def test_a_list_of_one_task_is_that_task(tmp_path: Path) -> None:
+    task = {"name": "arithmetic", "options": EASY["options"]}
+    policy, rewards = make_policy(tmp_path / "policy"), [{"name": "correct", "weight": 2.0}]
+    plain = make_recipe(policy, tmp_path / "runs", task=task, rewards=rewards, name="plain")
+    listed = make_recipe(policy, tmp_path / "runs", task=[task | {"weight": 3, "rewards": rewards}], name="listed")
+    assert listed == plain.model_copy(update={"name": "listed"})
+    assert_same_run(train(listed).folder, train(plain).folder)
+
+
+@FORKED
+def test_two_ranks_draw_and_grade_what_one_does(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "train__num_steps": 2,
+        "train__learning_rate": 1e-4,
+        "rewards": [{"name": "rank_runs:weight"}],
+    }
+    several = mixture(tmp_path, name="several", **changes)
+    assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
+    one = train(mixture(tmp_path, name="one", **changes)).folder
+    assert_close_runs(several.folder, one, tolerance=1e-5)
+
+
+def mixture(tmp_path: Path, **changes: Any) -> Recipe:
+    """A run of both tasks, whose policy is there once."""
+    policy = tmp_path / "policy"
+    if not policy.exists():
+        make_policy(policy)
+    return make_recipe(policy, tmp_path / "runs", task=[EASY, LUCKY], **changes)
+
+
+@pytest.mark.parametrize("mode", [{}, {"rollout__mode": "partial", "algorithm__old_logprobs": "recompute"}])
+def test_a_resumed_run_is_the_same_and_each_sample_has_its_tasks_rewards(tmp_path: Path, mode: dict[str, Any]) -> None:
+    folder = train(mixture(tmp_path, name="whole", **mode)).folder
+    first = mixture(tmp_path, name="resumed", **mode)
+    train(first)
+    resumed = train(first, resume=True, from_step=2).folder
+    assert_same_run(resumed, folder)
+    before, *steps = read_metrics(folder / "metrics.jsonl")
+    for label in ("easy", "LuckyTask"):
+        assert {f"eval/accuracy/{label}", f"eval/reward/{label}"} <= set(before)
+    if mode:
+        return
+    assert [(row["data/epoch/easy"], row["data/epoch/LuckyTask"]) for row in steps] == [
+        (0, 0),
+        (3 / 10, 1 / 7),
+        (6 / 10, 2 / 7),
+        (8 / 10, 4 / 7),
+    ]
+    for row, path in zip(steps, sorted((folder / "rollouts").glob("*.parquet")), strict=True):
+        samples = pq.read_table(path).to_pylist()
+        for label, mean in (("easy", row["reward/mean/easy"]), ("LuckyTask", row["reward/mean/LuckyTask"])):
+            own = [sample for sample in samples if sample["prompt_id"].startswith(f"{label}/")]
+            assert mean == pytest.approx(sum(sample["reward"] for sample in own) / len(own))
+            assert row[f"data/draws/{label}"] == len(own) / 4
+            for sample in own:
+                value = 1.0 if sample["outcome"] == "correct" else -1.0
+                is_lucky = label == "LuckyTask"
+                assert sample["reward"] == (
+                    value if is_lucky else sample["reward_digits"] + sample["reward_correct"] / 2
+                )
+                assert (sample["reward_digits"] is None) == is_lucky
