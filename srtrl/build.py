@@ -31,6 +31,7 @@ from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
 from srtrl.features.off_policy import PartialSampler, SpecRlSampler, age_metrics
 from srtrl.features.run_ahead import RunAhead
 from srtrl.features.sharing import SeveralRanks
+from srtrl.features.teacher import teach
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import end_token_ids, load_tokenizer
 from srtrl.ranks.sharding import unshard
@@ -142,7 +143,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             turns=turns,
             ranks=choose_ranks(),
         )
-        credit = CreditAssigner(recipe) if recipe.rollout.mode == "on_policy" else CreditAssigner(recipe, age_metrics)
+        credit = build_credit(recipe)
         return Parts(
             context=context,
             task=task,
@@ -198,16 +199,28 @@ def choose_ranks() -> OneRank:
 
 
 def build_columns(recipe: Recipe, models: Models) -> list[Column]:
-    """What passes compute before credit is assigned: the reference's log-probs, the policy's, and values."""
+    """What passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
     columns, temperature = [], recipe.rollout.temperature
     if models.reference is not None:
         base_weights = models.optimizer.base_weights
         columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, base_weights))
+    if models.teacher is not None:
+        columns.append(logprobs_column("teacher", "teacher_logprobs", models.teacher, temperature))
     if recipe.algorithm.old_logprobs == "recompute":
         columns.append(logprobs_column("old_logprobs", "old_logprobs", models.policy, temperature))
     if models.critic is not None:
         columns.append(values_column(models.critic.model))
     return columns
+
+
+def build_credit(recipe: Recipe) -> CreditAssigner:
+    """What assigns credit, with the metrics of ages where tokens have some, and with what a teacher adds."""
+    section = recipe.algorithm.teacher
+    return CreditAssigner(
+        recipe,
+        (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics,
+        None if section is None else partial(teach, section),
+    )
 
 
 def build_order(recipe: Recipe, task: TaskBase) -> Order:

@@ -1,4 +1,4 @@
-"""The models of a run, as its recipe says: policy, reference, critic and draft head, and how they are updated."""
+"""The models of a run, as its recipe says: policy, reference, teacher, critic, draft head; and their optimizers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.lora import LoraAdamW
+from srtrl.features.teacher import check_scores, check_vocabulary
 from srtrl.model.attention import check_packed_attention
-from srtrl.model.folders import base_name, find_adapter, locate
+from srtrl.model.folders import base_name, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.repeatable import fix_workspace
@@ -35,6 +36,7 @@ class Models(NamedTuple):
     optimizer: MasterAdamW
     """The policy's optimizer."""
     reference: Transformer | None
+    teacher: Transformer | None
     draft_head: DraftHeadLearner | None
     critic: Critic | None
 
@@ -56,6 +58,7 @@ def load_models(recipe: Recipe, checkpoint: Path | None, device: torch.device) -
         policy=policy,
         optimizer=make_policy_optimizer(policy, recipe),
         reference=build_reference(recipe, policy, device),
+        teacher=build_teacher(recipe, device),
         draft_head=build_draft_head(recipe, policy),
         critic=build_critic(recipe, checkpoint, device),
     )
@@ -146,6 +149,23 @@ def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -
     reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
     shard_model(reference, recipe)
     return reference
+
+
+def build_teacher(recipe: Recipe, device: torch.device) -> Transformer | None:
+    """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one.
+
+    Raises:
+        ValueError: its vocabulary is not the policy's, or its scores are no numbers that repeat.
+    """
+    section = recipe.algorithm.teacher
+    if section is None:
+        return None
+    check_vocabulary(load_tokenizer(recipe.model.tokenizer or recipe.model.path), load_tokenizer(section.path))
+    teacher = build_policy(recipe, section.path, device).requires_grad_(False)
+    check_packed_attention(device, DTYPES[recipe.model.dtype], teacher.config.head_dim)
+    check_scores(teacher)
+    shard_model(teacher, recipe)
+    return teacher
 
 
 def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Critic | None:

@@ -85,6 +85,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     if recipe.data.order not in STATIC_ORDERS:
         yield "data.order", partial(resolve_part, "data.order", recipe.data.order)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
+    if recipe.algorithm.teacher is not None:
+        yield "algorithm.teacher.path", partial(_check_teacher, recipe, recipe.algorithm.teacher.path)
     yield "rollout.drafter", partial(_check_drafter, recipe)
     if recipe.rollout.environment is not None:
         yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment)
@@ -213,6 +215,8 @@ def _check_advantage(recipe: Recipe) -> None:
         problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)
+    if recipe.teaches_alone and recipe.rollout.num_samples == 1 and not is_token_level(function):
+        return  # it is not called
     rewards = torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)  # [G, S]
     arguments, given = [rewards], {}
     if is_token_level(function):  # of responses of one token, [B, 1]
@@ -284,6 +288,22 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
             f"max_prompt_tokens + max_new_tokens = {longest} is more than the {num_positions} positions of {model}"
         )
         raise RecipeError(Problem("rollout.max_new_tokens", message))
+
+
+def _check_teacher(recipe: Recipe, path: str) -> None:
+    """Check that a local teacher is supported, and has room for the lengths and the vocabulary of a local policy."""
+    from srtrl.build import build_tokenizer
+    from srtrl.features.teacher import check_vocabulary
+    from srtrl.model.folders import is_local, load_tokenizer
+    from srtrl.model.weights import read_config
+
+    if not is_local(path):
+        return
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    if longest > (num_positions := read_config(path).max_position_embeddings):
+        raise ValueError(f"max_prompt_tokens + max_new_tokens = {longest} is more than its {num_positions} positions")
+    if is_local(recipe.model.tokenizer or recipe.model.path):
+        check_vocabulary(build_tokenizer(recipe), load_tokenizer(path))
 
 
 def check_folder(folder: str) -> None:

@@ -124,6 +124,9 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     kept, gradients, base = _learner_bytes(config, section)
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
+    if recipe.algorithm.teacher is not None:
+        teacher = find_config(recipe.algorithm.teacher.path)[0]
+        parts["teacher"] = _num_bytes(_make_policy(teacher, section).parameters())
     if recipe.critic is not None:
         critic, critic_gradients, _ = _learner_bytes(config, section, is_critic=True)
         parts["critic"] = sum(critic.values())
@@ -133,6 +136,8 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
         float32 = parts["weights"] * 4 // DTYPES[recipe.model.dtype].itemsize
         parts["masters"], parts["moments"] = float32 // num_gpus, parts["moments"] // num_gpus
         parts["reference"] = float32 // num_gpus if has_reference else 0
+        if "teacher" in parts:
+            parts["teacher"] = parts["teacher"] * 4 // DTYPES[recipe.model.dtype].itemsize // num_gpus
         parts["critic"] = (float32 + critic["moments"]) // num_gpus if recipe.critic else 0
         gradients //= num_gpus
         gathered = 2 * parts["weights"] // config.num_hidden_layers  # of two layers at a time

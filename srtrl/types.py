@@ -322,6 +322,8 @@ class TrainSequence:
     """[R], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None
     """[R], by the frozen reference; None where the recipe has no KL."""
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
+    """[R], by the teacher; None where the recipe has none."""
     values: npt.NDArray[np.float32] | None = None
     """[R], by the critic before the update; None where the recipe has none."""
     returns: npt.NDArray[np.float32] | None = None

@@ -19,7 +19,7 @@ from update_cases import TEMPERATURE, naive_logprobs
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
-from srtrl.recipe.schema import Recipe, UpdatePlan
+from srtrl.recipe.schema import ImportanceSection, Recipe, UpdatePlan
 from srtrl.types import TrainSequence
 
 LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "policy_gradient")
@@ -113,6 +113,21 @@ def token_losses(name: str, p: Padded, low: float, high: float) -> tuple[Tensor,
     return loss, marks
 
 
+def weigh(section: ImportanceSection, p: Padded) -> tuple[Tensor, Tensor]:
+    """Importance weight of each token, and whether it is outside the range, [B, L] each."""
+    log_ratio = p.old - p.rollout  # zeros in the padding
+    log_bounded = log_ratio
+    if section.mode.startswith("sequence"):
+        log_bounded = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    if section.mode == "sequence_mean_mask":
+        log_bounded = log_bounded / p.mask.sum(1, keepdim=True)
+    is_outside = (log_bounded.exp() < section.min) | (log_bounded.exp() > section.max)
+    if section.mode.endswith("truncate"):
+        return log_bounded.exp().clamp(section.min, section.max), is_outside
+    weights = log_ratio if section.mode == "sequence_mean_mask" else log_bounded
+    return torch.where(is_outside, 0.0, weights.exp()), is_outside
+
+
 def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
     """The loss of the batch, a scalar."""
     losses = torch.where(mask, losses, 0.0)
@@ -140,14 +155,21 @@ def naive_batches(
 
 
 def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float]]]:
-    """The loss of a mini-batch with gradient, and the metrics of its tokens. The cap weighs the policy's loss alone."""
+    """The loss of a mini-batch with gradient, and the metrics of its tokens. Weights are of the policy's loss alone."""
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
     tokens, marks = token_losses(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)
     metrics = {"entropy": -p.rollout, **marks}
-    if algorithm.importance_cap:
-        weights = (p.old - p.rollout).exp().clamp(max=algorithm.importance_cap)
+    if algorithm.opsm:
+        moved = (p.rollout - p.new).sum(1, keepdim=True) / p.mask.sum(1, keepdim=True)  # the padding holds zeros
+        metrics["opsm/dropped_share"] = (moved > algorithm.opsm) & (p.advantages < 0)
+        tokens = torch.where(metrics["opsm/dropped_share"], 0.0, tokens)
+    if algorithm.importance.mode != "auto":
+        weights, is_outside = weigh(algorithm.importance, p)
         tokens = weights * tokens
-        metrics |= {"importance/weight": weights, "importance/capped_share": weights >= algorithm.importance_cap}
+        metrics |= {"importance/weight": weights, "importance/outside_share": is_outside}
+    if algorithm.drift:
+        metrics["drift"] = (p.new - p.rollout) ** 2
+        tokens = tokens + algorithm.drift * metrics["drift"]
     if kl.coefficient:
         metrics["kl/ref"] = kl_estimate(kl.estimator, p.new - p.ref)
         tokens = tokens + (kl.coefficient * metrics["kl/ref"] if kl.placement == "loss" else 0)

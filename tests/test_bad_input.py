@@ -37,6 +37,7 @@ ABBREVIATIONS = {
     "HEADS": "architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads",
     "ONE_SAMPLE": "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
     "OPTIONS": "algorithm.loss_options",
+    "TEACHER": "algorithm.teacher.path=./policy 'rewards=[{name: correct, weight: 0}]'",
     "CHECK": "show-config recipe.yaml --check",
     "EASY": "{name: arithmetic, label: easy}",
     "PROMPTS": """

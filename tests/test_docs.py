@@ -51,7 +51,7 @@ OFF_POLICY: dict[str, Any] = {
     "rollout__stop_strings": list("aeiouxyz012345"),
     "rollout__max_new_tokens": 40,
     "task__options__num_train": 4,
-    "algorithm": {"old_logprobs": "recompute", "importance_cap": 2.0},
+    "algorithm": {"old_logprobs": "recompute", "importance": {"mode": "token_truncate", "max": 2.0}},
     "eval": NO_EVAL,
 }
 RUNS: dict[str, dict[str, Any]] = {
@@ -66,12 +66,19 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "ppo": {  # and the options that bring metrics of their own
         "algorithm": {"advantage": "gae", "loss": "dual_clip", "kl": {"coefficient": 0.01}}
-        | {"old_logprobs": "recompute", "importance_cap": 2.0, "overlong_filtering": True},
+        | {
+            "old_logprobs": "recompute",
+            "importance": {"mode": "token_truncate", "max": 2.0},
+            "opsm": 0.1,
+            "drift": 1e-3,
+            "overlong_filtering": True,
+        },
         "critic": {"learning_rate": 0.01},
         "eval__num_samples": NUM_EVAL_SAMPLES,
         "train__num_steps": 2,
     },
-    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {"rank": 4}},
+    "unverified": {"rewards": [{"name": "tiny_run:digits"}], "train__num_steps": 1, "model__lora": {"rank": 4}}
+    | {"algorithm__teacher": {"coefficient": 0.5}},
     "turns": {
         "rollout__environment": HOSTILE,
         "rollout__max_new_tokens": 32,

@@ -52,14 +52,15 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
     changes = RECIPES[mode] | {"train__num_steps": 6, "train__mini_batch_prompts": 4, "train__num_epochs": 1}
     changes |= {"train__learning_rate": 0.01, "eval": {"before_and_after": False}}
     changes |= {"train__checkpoint_every": 1, "train__keep_checkpoints": 9, "train__warmup_steps": 0}
-    cap = 2.0 if "partial" in mode else 1.1
-    algorithm = {"old_logprobs": "recompute", "importance_cap": None if "partial" in mode else cap}
+    low, high = (0.5, 5.0) if "partial" in mode else (0.9, 1.1)
+    importance = {} if "partial" in mode else {"mode": "token_mask", "min": low, "max": high}
+    algorithm = {"old_logprobs": "recompute", "importance": importance}
     run = train(make_recipe(policy, tmp_path, **changes | {"algorithm": algorithm})).folder
     folders = [policy, *list_checkpoints(run / "checkpoints")]
     models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in folders]
-    num_mixed = num_capped = 0
+    num_mixed = num_outside = 0
     for now, row in enumerate(read_metrics(run / "metrics.jsonl")):
-        losses, weights, capped, ages = [], np.empty(0), list[float](), list[int]()
+        losses, weights, kept, ages = [], np.empty(0), list[float](), list[int]()
         for sample in pq.read_table(run / "rollouts" / f"step_{now + 1:06d}.parquet").to_pylist():
             prompt, response = sample["prompt_token_ids"], sample["token_ids"]
             versions = sample.get("policy_versions") or [now] * len(response)
@@ -75,22 +76,23 @@ def test_log_probs_weights_and_loss_by_an_independent_computation(mode: str, pol
             said = np.array(sample["rollout_logprobs"])
             np.testing.assert_allclose(said, logprobs[versions, rows], rtol=0, atol=2e-4)
             own = np.exp(logprobs[now] - logprobs[versions, rows])
-            losses.append(-sample["advantage"] * np.minimum(own, cap).mean())
+            masked = np.where((own < low) | (own > high), 0, own)
+            losses.append(-sample["advantage"] * masked.mean())
             weights, ages = np.append(weights, own), [*ages, *(now - version for version in versions)]
-            capped += np.minimum(own, cap).tolist()
+            kept += masked.tolist()
         expected = {
             "loss": np.mean(losses),
             "off_policy/weight_mean": weights.mean(),
             "off_policy/weight_max": weights.max(),
-            "importance/weight": np.mean(capped),
+            "importance/weight": np.mean(kept),
             "off_policy/stale_share": np.mean([age > 0 for age in ages]),
             "off_policy/age_2": np.mean([age in (2, 3) for age in ages]),
         }
         assert {name: row.get(name, 0) for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-4)
         assert row["logprob_difference/max"] < 1e-4, "of tokens of this step alone"
-        num_capped += row["importance/capped_share"] > 0
+        num_outside += row["importance/outside_share"] > 0
     assert num_mixed > 5
-    assert num_capped
+    assert num_outside
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,11 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
     for step, (num_prompts, min_complete, max_age, is_dynamic) in enumerate(changes, start=1):
         rollout = {"mode": "partial", "min_complete": min_complete, "max_age": max_age}
         values: dict[str, Any] = {f"rollout__{name}": value for name, value in rollout.items()}
-        algorithm = {"filters": ["test_partial:is_correct"], "importance_cap": 2.0, "old_logprobs": "recompute"}
+        algorithm = {
+            "filters": ["test_partial:is_correct"],
+            "importance": {"mode": "token_truncate", "max": 2.0},
+            "old_logprobs": "recompute",
+        }
         values |= {"rollout__num_prompts": num_prompts, "rollout__dynamic_sampling": is_dynamic}
         recipe = make_recipe(Path(), Path(), **values, algorithm=algorithm, train__mini_batch_prompts=1)
         engine: Any = SimpleNamespace(run_ahead=NoRunAhead(), policy_version=step)

@@ -112,7 +112,7 @@ UNEVEN: dict[str, Any] = {
     "rewards": [{"name": "rank_runs:weight"}],
 }
 """Lengths that differ much."""
-RECOMPUTE = {"old_logprobs": "recompute", "importance_cap": 2.0}
+RECOMPUTE = {"old_logprobs": "recompute", "importance": {"mode": "token_truncate", "max": 2.0}}
 TOOLS: dict[str, Any] = {**UNEVEN, "rollout__environment": LEDGER}
 DYNAMIC: dict[str, Any] = {
     "algorithm": {**RECOMPUTE, "filters": ["test_promises:is_kept"]},
@@ -136,6 +136,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "partial": PARTIAL,
     "spec_rl": SPEC_RL,
     "lora": {"model__lora": {"rank": 4}},
+    "teacher": {"algorithm": {"teacher": {"coefficient": 0.3}}},  # the policy at its start
     "head": HEAD,
     "mixture": {"task": [EASY, LUCKY]},
     "skip_silent": {
@@ -212,6 +213,7 @@ DEFAULT = {
     ("spec_rl", "few pages"),
     ("spec_rl", "two ranks"),
     ("lora", "killed in the update"),
+    ("teacher", "killed in the update"),
     ("head", "no drafts"),
     ("mixture", "every run-ahead"),
     ("mixture", "killed in the rollout"),

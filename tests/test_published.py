@@ -5,13 +5,15 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from srtrl.algorithms import advantages, losses
+from srtrl.algorithms.losses import importance_weights, off_policy_mask
+from srtrl.recipe.schema import ImportanceMode
 
 F64 = torch.float64
 NUM_TOKENS = 1000
@@ -59,6 +61,56 @@ def test_dppo(spread: float, theirs: Callable[..., Tensor]) -> None:
         torch.testing.assert_close(found, expected, **CLOSE)
     assert all(0 < metric.mean() < 0.5 for metric in metrics.values())
     assert bool((new - decoder > math.log(20)).any()) == (spread == 3.0)
+
+
+def their_weights(mode: str, old: Tensor, decoder: Tensor, low: float, high: float) -> Tensor:
+    """Rows [B, L] of sequences: TRL's four modes, and `seq-mask-tis` of OpenRLHF and NeMo-RL, of tokens' ratios."""
+    difference = old - decoder
+    if mode == "sequence_mean_mask":
+        mean = torch.exp(difference.sum(dim=1) / difference.shape[1])
+        return torch.exp(difference) * ((mean >= low) & (mean <= high))[:, None]
+    ratio = torch.exp(difference.sum(dim=-1, keepdim=True) if mode.startswith("sequence") else difference)
+    if mode.endswith("truncate"):
+        return torch.clamp(ratio, min=low, max=high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+MODES = sorted(set(get_args(ImportanceMode)) - {"auto", "none"})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_importance_weights(mode: str) -> None:
+    new, decoder, _, index = random_tokens(0.4)
+    low, high = (0.95, 1.05) if mode == "sequence_mean_mask" else (0.5, 1.5)
+    found, is_outside = importance_weights(new, decoder, index, mode=mode, min=low, max=high)
+    rows = new.detach().reshape(-1, 20), decoder.reshape(-1, 20)
+    expected = their_weights(mode, *rows, low, high).broadcast_to(rows[0].shape).flatten()
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert not found.requires_grad
+    assert 0.1 < is_outside.double().mean() < 0.9
+    same, is_outside = importance_weights(decoder, decoder, index, mode=mode, min=1.0, max=1.0)
+    assert torch.equal(same, torch.ones_like(same)), "no weights where the policies are equal"
+    assert not is_outside.any()
+
+
+def test_the_product_of_ratios_drops_what_rounding_has_moved() -> None:
+    """Differences of 0.012 nats in 100 tokens, between 1/3 and 3 (TRL's issue 4772); no other mode drops a token."""
+    decoder, index = torch.full((100,), -1.0), torch.zeros(100, dtype=torch.int64)
+    for mode in MODES:
+        weights, _ = importance_weights(decoder + 0.012, decoder, index, mode=mode, min=1 / 3, max=3.0)
+        assert bool((weights == 0).all()) == (mode == "sequence_mask")
+        assert bool((weights != 0).all()) == (mode != "sequence_mask")
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.1])
+def test_opsm_equals_trl(threshold: float) -> None:
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed: pip install 'trl>=1.0'")
+    new, decoder, given, index = random_tokens(0.4)
+    rows = [numbers.reshape(-1, 20) for numbers in (given, new, decoder)]
+    kept = trainer.GRPOTrainer.get_off_policy_mask(*rows, torch.ones(50, 20), threshold).flatten()
+    found = off_policy_mask(decoder, new, given, index, threshold=threshold)
+    assert torch.equal(found, kept == 0)
+    assert 0 < found.double().mean() < 0.5
 
 
 def test_max_rl() -> None:

@@ -253,7 +253,7 @@ def fails_often(sample: RewardInput, *, share: int) -> float:
     return tiny_run.digits(sample)
 
 
-RECOMPUTE = {"algorithm__old_logprobs": "recompute", "algorithm__importance_cap": 2.0}
+RECOMPUTE = {"algorithm__old_logprobs": "recompute", "algorithm__importance": {"mode": "token_truncate", "max": 2.0}}
 ALL_FAIL = [{"name": "test_trainer:fails_often", "options": {"share": 10**9}}]
 
 

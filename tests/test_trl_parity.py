@@ -15,7 +15,7 @@ import torch
 from algorithm_reference import padded
 from torch import Tensor
 
-from srtrl.algorithms.losses import truncated_weights
+from srtrl.algorithms.losses import importance_weights
 from srtrl.algorithms.reductions import k3
 from srtrl.resolve import resolve_part
 
@@ -132,7 +132,7 @@ def our_loss(
     function = resolve_part("algorithm.loss", loss)
     token_loss, metrics = function(new, old, numbers.advantages[index], index, clip_low=low, clip_high=high, **options)
     if settings.get("use_vllm"):
-        token_loss = token_loss * truncated_weights(old, decoder, cap=CAP)
+        token_loss = token_loss * importance_weights(old, decoder, index, mode="token_truncate", min=0.0, max=CAP)[0]
     if settings.get("beta"):
         token_loss = token_loss + settings["beta"] * k3(new, ref)
     reduced = resolve_part("algorithm.reduction", reduction)(

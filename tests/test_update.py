@@ -68,9 +68,18 @@ def random_case(policy: Transformer, seed: int) -> list[TrainSequence]:
     ]
 
 
+def weighed(mode: str, maximum: float) -> dict[str, Any]:
+    """Options of importance weights."""
+    return {"old_logprobs": "recompute", "importance": {"mode": mode, "max": maximum}}
+
+
 OPTIONS: list[tuple[str, bool, dict[str, Any]]] = [
     ("token_mean", False, {"kl": {}, "entropy_coefficient": 0.3}),
-    ("token_mean", True, {"kl": {}, "old_logprobs": "recompute", "importance_cap": 1.2}),
+    ("token_mean", True, {"kl": {}, **weighed("token_truncate", 1.2), "opsm": 0.05}),
+    ("token_mean", False, {"kl": {}, **weighed("token_mask", 1.2), "drift": 0.5}),
+    ("sequence_mean_token_mean", True, {"kl": {}, **weighed("sequence_truncate", 1.2)}),
+    ("sequence_mean_token_mean", True, {"kl": {}, **weighed("sequence_mask", 1.2)}),
+    ("token_mean", True, {"kl": {}, **weighed("sequence_mean_mask", 1.2)}),
     ("sequence_mean_token_mean", False, {"kl": {"coefficient": 0.1, "estimator": "k2"}}),
     ("sequence_mean_token_sum", False, {"kl": {"coefficient": 0.1, "placement": "reward"}}),  # measured alone
     ("sequence_mean_token_sum_norm", True, {"kl": {}}),
@@ -93,7 +102,8 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(
     case = random_case(make_policy(scale=SCALE, tied=tied), seed=11 + REDUCTIONS.index(reduction))
     scale = 0.02 if loss == "dppo" else 1  # it clips probabilities, which are small here
     algorithm = {"loss": loss, "reduction": reduction, "clip_low": 0.1 * scale, "clip_high": 0.15 * scale} | options
-    tolerance = 1e-6 if "importance_cap" in options else 1e-12  # importance weights are float32
+    is_weighed = "importance" in options
+    tolerance = 1e-6 if is_weighed else 1e-12  # importance weights are float32
     shares = []
     for micro_batch_tokens in (int(rng.integers(16, 60)), 1000):
         capped = {"loss_options": {"ratio_cap": RATIO_CAP}} if loss in ("dual_clip", "dppo") else {}
@@ -116,14 +126,18 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(
             assert error < tolerance
         computed = sequences[:8] if is_skipped else sequences
         assert metrics["tokens/update"] == 2 * sum(len(sequence.token_ids) for sequence in computed)
-        assert {name for name in metrics if name.startswith(("kl/", "clip_share/", "importance/"))} <= expected.keys()
+        assert {
+            name for name in metrics if name.startswith(("kl/", "clip_share/", "importance/", "opsm/", "drift"))
+        } <= expected.keys()
         for name, value in expected.items():  # log-probs are compared in float32
             exact = name in ("loss", "kl/ref") or name.startswith("clip_share/")
-            rel, at_least = (1e-12, 0) if exact and "importance_cap" not in options else (1e-5, 1e-7)
+            rel, at_least = (1e-12, 0) if exact and not is_weighed else (1e-5, 1e-7)
             assert metrics[name] == pytest.approx(value, rel=rel, abs=at_least), name
         clips = [share for name, share in expected.items() if name.startswith("clip_share/")]
         assert len(clips) == {"dual_clip": 3, "policy_gradient": 0}.get(loss, 2)
-        shares.append([expected["importance/capped_share"]] if "importance_cap" in options else clips)
+        shares.append(
+            [share for name, share in expected.items() if name.endswith(("outside_share", "dropped_share"))] or clips
+        )
     for both in zip(*shares, strict=True):
         assert any(0 < share < 1 for share in both), "or the comparison would show less than it seems to"
 

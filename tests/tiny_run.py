@@ -157,6 +157,8 @@ def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = deepcopy(value)  # a later key may change it
+    if teacher := values["algorithm"].get("teacher"):
+        teacher.setdefault("path", str(policy))
     return Recipe.model_validate(values)
 
 

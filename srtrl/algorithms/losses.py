@@ -224,23 +224,69 @@ def squared_error(
     return (values - returns).square() / 2, {}
 
 
-def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
-    """min(probability by the trainer / probability by the decoder, cap), for each token.
+def importance_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, sequence_index: Tensor, *, mode: str, min: float, max: float
+) -> tuple[Tensor, Tensor]:
+    """Weights by r, the ratio of a token's probability by the trainer to that by the decoder, within [min, max].
 
-    Decoder and trainer may compute the same weights with different kernels or types; the samples are then from a policy
-    that is not quite the one whose ratio the loss takes. Truncated importance sampling (Ionides, 2008) corrects that
-    with a bias that the cap bounds. The ratio is that of each token, as in OpenRLHF and at verl's `token` level.
+    The decoder's is of an earlier policy with `rollout.mode` `partial` and `spec_rl`, and of other kernels or types
+    where these differ. By `mode`:
+
+    - `token_truncate`: r, at least min and at most max. Truncated importance sampling (Ionides, 2008).
+    - `token_mask`: r, and 0 outside the range: IcePop (arXiv 2510.18855).
+    - `sequence_truncate`, `sequence_mask`: the same of the product of a sequence's ratios, the same for all its tokens,
+      as in TRL and at verl's `sequence` level. It drops ordinary long samples through rounding: errors of 0.01 nats a
+      token add up to 0.45 in 2,000 tokens where they are independent, and to 20 where they are of one sign.
+    - `sequence_mean_mask`: r, and 0 for all tokens of a sequence whose geometric mean of ratios is outside the range
+      (`seq-mask-tis` of NeMo-RL and OpenRLHF). Its range is narrow: 0.999 to 1.002 in NeMo-RL.
+
+    A token of weight 0 stays in the denominators of the reduction, as in TRL and prime-rl; verl's rejection takes it
+    out of them.
 
     Args:
-        old_logprobs: by the trainer, with the weights that sampled, [R].
+        old_logprobs: by the trainer, with the weights before the update, [R].
         rollout_logprobs: by the decoder, [R].
-        cap: greatest weight, above 0.
+        sequence_index: which tokens belong to one sequence, [R] int64.
+        mode: one of the names above.
+        min: at most 1.
+        max: at least 1.
 
     Returns:
-        Weights [R] in the dtype of `old_logprobs`, without gradient, to be multiplied into the policy's token losses.
+        Weights [R] in the dtype of `old_logprobs`, without gradient, to be multiplied into the policy's token losses;
+        and bool [R], which tokens have been truncated or dropped.
     """
     log_ratio = old_logprobs.detach().double() - rollout_logprobs.detach().double()  # [R]
-    return torch.exp(log_ratio).clamp(max=cap).to(old_logprobs.dtype)
+    ratio = bounded = log_ratio.exp()
+    if mode in ("sequence_truncate", "sequence_mask"):
+        ratio = bounded = sequence_sums(log_ratio, sequence_index).exp()
+    elif mode == "sequence_mean_mask":
+        bounded = sequence_means(log_ratio, sequence_index).exp()
+    is_outside = (bounded < min) | (bounded > max)  # [R]
+    weights = ratio.clamp(min, max) if mode.endswith("truncate") else ratio.masked_fill(is_outside, 0.0)
+    return weights.to(old_logprobs.dtype), is_outside
+
+
+def off_policy_mask(
+    rollout_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, *, threshold: float
+) -> Tensor:
+    """OPSM: which tokens of negative advantage are in a sequence that the policy has moved away from.
+
+    Section 3.1 of DeepSeek-V3.2 (arXiv 2512.02556): the mean over the sequence of (log mu - log p) is above the
+    threshold, mu the decoder's probability and p the policy's now, so the mask changes within an update. TRL's
+    `off_policy_mask_threshold` is the same.
+
+    Args:
+        rollout_logprobs: by the decoder, [R].
+        logprobs: by the policy being trained, [R].
+        advantages: [R].
+        sequence_index: [R] int64.
+        threshold: in nats per token.
+
+    Returns:
+        Bool [R], true where the policy's loss becomes 0; the token stays in the denominators of the reduction.
+    """
+    moved = sequence_means(rollout_logprobs - logprobs.detach(), sequence_index)  # [R]
+    return (advantages < 0) & (moved > threshold)
 
 
 def sequence_sums(numbers: Tensor, sequence_index: Tensor) -> Tensor:

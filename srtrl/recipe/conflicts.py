@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "rollout.num_samples",
-        lambda r: r.rollout.num_samples == 1 and r.algorithm.advantage in GROUP_ADVANTAGES,
+        lambda r: r.rollout.num_samples == 1 and r.algorithm.advantage in GROUP_ADVANTAGES and not r.teaches_alone,
         "expected at least 2 with algorithm.advantage {algorithm.advantage} (a group of one has no advantage)",
     ),
     (
@@ -139,8 +139,13 @@ RULES: tuple[Rule, ...] = (
         "would drop every group: a group of rollout.num_samples 1 is always uniform",
     ),
     (
-        "algorithm.importance_cap",
-        lambda r: r.algorithm.importance_cap is not None and r.algorithm.old_logprobs == "rollout",
+        "algorithm.importance.mode",
+        lambda r: r.importance_mode != "none" and r.algorithm.loss == "dppo",
+        "the loss dppo takes the ratio to the decoder's probability itself: expected none",
+    ),
+    (
+        "algorithm.importance.mode",
+        lambda r: r.algorithm.importance.mode not in ("auto", "none") and r.algorithm.old_logprobs == "rollout",
         "compares the trainer's old log-probs with the decoder's, but algorithm.old_logprobs is rollout "
         "(the decoder's): set algorithm.old_logprobs=recompute",
     ),
@@ -148,6 +153,32 @@ RULES: tuple[Rule, ...] = (
         "algorithm.old_logprobs",
         lambda r: r.rollout.mode != "on_policy" and r.algorithm.old_logprobs == "rollout",
         "some log-probs of the decoder are of earlier policies with rollout.mode {rollout.mode}: expected recompute",
+    ),
+    (
+        "algorithm.teacher",
+        lambda r: r.algorithm.teacher and r.critic,
+        "changes advantages that a critic does not know: expected no critic, or no teacher",
+    ),
+    (
+        "algorithm.loss",
+        lambda r: r.algorithm.teacher and r.algorithm.loss == "gspo",
+        "gspo needs one advantage per response, and a teacher gives one per token: expected gspo_token",
+    ),
+    (
+        "algorithm.filters",
+        lambda r: r.teaches_alone and r.algorithm.filters,
+        "drop groups by their rewards (rollout.dynamic_sampling draws others), but a teacher alone, with rewards of "
+        "weight 0, teaches all of them: expected none",
+    ),
+    (
+        "data.order",
+        lambda r: r.teaches_alone and r.data.order == "skip_silent",
+        "passes over prompts by their rewards, which have the weight 0: expected shuffled or as_is",
+    ),
+    (
+        "algorithm.kl.placement",
+        lambda r: r.teaches_alone and r.algorithm.kl.coefficient and r.algorithm.kl.placement == "reward",
+        "with a teacher alone, rewards have the weight 0: expected loss",
     ),
     (
         "algorithm.kl.estimator",

@@ -41,6 +41,7 @@ MAX_PROBLEMS = 20
 OTHER_MODELS = ("critic.", "eval.", "rollout.draft_head.", "warm_start.")
 """Sections whose keys are suggested last: the same name is the policy's in another section."""
 ABSENT = {
+    "algorithm.importance_cap": "is now algorithm.importance: {mode: token_truncate, max: (the cap), min: 0}",
     "critic.lora": "a critic always learns all its weights; model.lora is the policy's",
     "model.lora.targets": "is no option any more: LoRA learns all matrices of a layer; remove it",
     "rollout.draft_head.hidden": "is no option any more: the width is 8/3 of the policy's; remove it",

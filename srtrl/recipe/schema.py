@@ -25,6 +25,10 @@ __all__ = ["MAX_WIDTH", "EnvironmentSection", "GradingSection", "Recipe", "Rewar
 
 Schedule = Literal["constant", "linear", "cosine"]
 """A learning rate after its warm-up."""
+ImportanceMode = Literal[
+    "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"
+]
+"""What is done with tokens that the decoder sampled with another probability; see `losses.importance_weights`."""
 
 
 class LoraSection(Section):
@@ -106,6 +110,30 @@ class KLSection(Section):
     """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages (PPO, REINFORCE++)."""
 
 
+class ImportanceSection(Section):
+    """Weights of tokens by the ratio of their probabilities, the trainer's over the decoder's (docs/off_policy.md)."""
+
+    mode: ImportanceMode = "auto"
+    """What is done with a ratio outside [`min`, `max`], of a token or of a whole sequence: `truncate` bounds it, `mask`
+    drops it. `auto`: with `rollout.mode` `partial` or `spec_rl` `token_mask`, but with the loss `dppo`; else `none`."""
+    max: float = Field(default=5.0, ge=1)
+    """Greatest ratio."""
+    min: float = Field(default=0.5, ge=0, le=1)
+    """Smallest ratio."""
+
+
+class TeacherSection(Section):
+    """On-policy distillation: a frozen teacher scores what the policy samples (docs/algorithms/distillation.md)."""
+
+    path: str
+    """The teacher: as `model.path`, with the policy's vocabulary."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """This times (log-prob by the teacher - log-prob by the policy) is added to a token's advantage. For the teacher
+    alone give all rewards the weight 0."""
+    clip: float | None = Field(default=None, gt=0)
+    """Maximum size of that difference, in nats; by default none."""
+
+
 class AlgorithmSection(Section):
     """From rewards to a gradient."""
 
@@ -136,9 +164,15 @@ class AlgorithmSection(Section):
     """KL to the frozen reference."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """`rollout`: reuse the decoder's log-probs. `recompute`: compute them in one more forward pass of the trainer."""
-    importance_cap: float | None = Field(default=None, gt=0)
-    """Multiply the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`. By
-    default no such weights, with `rollout.mode: partial` a cap of 2."""
+    importance: ImportanceSection = ImportanceSection()
+    """Weights of the loss by trainer's probability / decoder's; they need `old_logprobs: recompute`."""
+    opsm: float | None = Field(default=None, gt=0)
+    """Drop samples of negative advantage whose tokens have become less likely since they were sampled, by more nats per
+    token than this (OPSM)."""
+    drift: float = Field(default=0.0, ge=0)
+    """Weight of a token's squared log-ratio to the decoder's probability, added to its loss (prime-rl: 1e-3)."""
+    teacher: TeacherSection | None = None
+    """A teacher whose scores are added to the advantages, after whitening; none by default."""
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     filter_options: dict[str, Any] = Field(default_factory=dict)
@@ -392,10 +426,18 @@ class Recipe(Section):
         return max(num_draws * self.rollout.num_samples, (self.eval.num_problems or inf) * self.eval.num_samples)
 
     @property
-    def importance_cap(self) -> float | None:
-        """The cap of the importance weights, None for no weights."""
-        default = 2.0 if self.rollout.mode == "partial" else None
-        return default if self.algorithm.importance_cap is None else self.algorithm.importance_cap
+    def importance_mode(self) -> str:
+        """The mode of the importance weights, `none` for no weights."""
+        algorithm = self.algorithm
+        is_weighed = self.rollout.mode != "on_policy" and algorithm.loss != "dppo"  # its own ratio is to the decoder
+        default = "token_mask" if is_weighed else "none"
+        return default if algorithm.importance.mode == "auto" else algorithm.importance.mode
+
+    @property
+    def teaches_alone(self) -> bool:
+        """Whether only a teacher says what is good: all rewards have the weight 0 (those of a mixture may differ)."""
+        has_rewards = self.task.name == "mixture" or any(reward.weight for reward in self.rewards)
+        return self.algorithm.teacher is not None and not has_rewards
 
     @property
     def policy_updates(self) -> UpdatePlan:

@@ -114,9 +114,10 @@ CHARTS = {
     "Update": (
         Chart("Loss", "loss", ["loss"], "Not a measure of progress.", includes=(-1e-3, 1e-3)),
         Chart("KL to the reference", "nats per token", ["kl/ref"], "How far the policy has moved from its start."),
+        Chart("Gap to the teacher", "nats per token", ["teacher/gap"], "An estimate of KL(policy, teacher)."),
         Chart("Entropy", "nats per token", ["entropy"], "Near zero the policy hardly explores any more."),
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
-        Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder, capped."),
+        Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder."),
         Chart("Stale tokens", "share", ["off_policy/*share", "off_policy/age_*"], "Of earlier policies, by age."),
         Chart("Weights of stale tokens", "weight", ["off_policy/weight_*"], "Current over earlier policy, not capped."),
         Chart("Gradient norm", "norm", ["grad_norm", "critic/grad_norm"], "Before clipping.", is_log=True),

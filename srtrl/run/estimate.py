@@ -46,7 +46,7 @@ def step_seconds(recipe: Recipe, num_parameters: int, num_threads: int | None) -
     decode_step = speed.overhead + num_parameters * (2 if is_half else 4) / speed.bytes_per_second
     decode = -(-num_samples // slots) * rollout.max_new_tokens * decode_step
     passes = 2 + 6 * recipe.train.num_epochs * (1 if recipe.critic is None else 2)  # 2 of the rollout itself
-    passes += 2 if recipe.algorithm.kl.coefficient > 0 else 0
+    passes += 2 * ((recipe.algorithm.kl.coefficient > 0) + (recipe.algorithm.teacher is not None))
     num_tokens = num_samples * rollout.max_new_tokens + rollout.num_prompts * rollout.max_prompt_tokens
     return decode + passes * num_parameters * num_tokens / (speed.flops * (num_threads or 1))
 

@@ -22,6 +22,8 @@ from srtrl.resolve import declared, declared_names, describe_value, resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 SequenceMetrics = Callable[[Sequence[TrainSequence]], dict[str, float]]
+Teaching = Callable[[Sequence[TrainSequence]], tuple[Tensor, dict[str, float]]]
+"""What is added to the advantages of all response tokens, [R], and metrics."""
 PER_TOKEN = (None, "one number per token, a tensor of shape {shape}")
 RETURNED = {
     "algorithm.advantage": (None, "a tensor of shape {shape}, that of its first argument"),
@@ -46,12 +48,13 @@ class Credit:
 class CreditAssigner:
     """Chooses the samples that a step learns from, and gives each of their tokens an advantage."""
 
-    def __init__(self, recipe: Recipe, describe: SequenceMetrics = lambda _: {}) -> None:
+    def __init__(self, recipe: Recipe, describe: SequenceMetrics = lambda _: {}, teach: Teaching | None = None) -> None:
         """Look up, once, what the recipe's `algorithm` names.
 
         Args:
             recipe: Its `algorithm` and its rewards count.
             describe: Gives further metrics of the sequences that a step learns from.
+            teach: What a teacher adds to the advantages.
 
         Raises:
             ValueError: an advantage, filter or estimator is unknown.
@@ -59,6 +62,7 @@ class CreditAssigner:
         algorithm, kl = recipe.algorithm, recipe.algorithm.kl
         self._algorithm, self._describe = algorithm, describe
         self._advantage = resolve_part("algorithm.advantage", algorithm.advantage)
+        self._teach, self._teaches_alone = teach, recipe.teaches_alone
         self._is_token_level = is_token_level(self._advantage)
         self._declared = declared_names(self._advantage, 3 if self._is_token_level else 1)
         self._filters = [(name, resolve_part("algorithm.filters", name)) for name in algorithm.filters]
@@ -103,8 +107,9 @@ class CreditAssigner:
 
         A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
         token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the values. Where there are values,
-        `returns` = advantages + values, for their model to learn from; whitening comes after that. Overlong filtering
-        comes last: a truncated sample counts in its group's baseline and in the whitening, and is then left out.
+        `returns` = advantages + values, for their model to learn from; whitening comes after that, and then what a
+        teacher adds. Overlong filtering comes last: a truncated sample counts in its group's baseline and in the
+        whitening, and is then left out.
 
         Args:
             groups: The groups to learn from, at least one; all samples are graded.
@@ -134,11 +139,15 @@ class CreditAssigner:
             metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
             rewards = rewards - penalty
         has_values = sequences[0].values is not None
-        values = _padded(_joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
+        values = _padded(joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
         advantages = self._advantages(rewards, values, mask, groups, step)  # [B, L]
         returns = None if values is None else advantages + values  # [B, L]
         if algorithm.whiten_advantages:
             advantages = whiten(advantages, mask)
+        if self._teach is not None:
+            added, measured = self._teach(sequences)
+            advantages = advantages + _padded(added, mask)
+            metrics |= measured
         rows = [row[:length].numpy() for row, length in zip(advantages, lengths, strict=True)]  # float64
         draws_with_signal = {rollout.draw_index for rollout, row in zip(rollouts, rows, strict=True) if row.any()}
         metrics["groups/zero_advantage_share"] = 1 - len(draws_with_signal) / len(groups)
@@ -166,16 +175,10 @@ class CreditAssigner:
         """Estimate of KL(policy || reference) at each response token, [R] float64.
 
         Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its
-        reward of a sample has the sum). The policy's log-probs are those that the ratio takes: the decoder's, or with
-        `algorithm.old_logprobs: recompute` the trainer's, which the reference's resemble in their rounding.
+        reward of a sample has the sum).
         """
-        logprobs = _joined(
-            [
-                sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
-                for sequence in sequences
-            ]
-        )
-        estimates: Tensor = self._estimate_kl(logprobs, _joined([sequence.ref_logprobs for sequence in sequences]))
+        reference = joined([sequence.ref_logprobs for sequence in sequences])
+        estimates: Tensor = self._estimate_kl(policy_logprobs(sequences), reference)
         return estimates.double()
 
     def _advantages(
@@ -203,6 +206,8 @@ class CreditAssigner:
             advantages = torch.zeros_like(sums)[:, None]  # [B, 1]
             for indices in _by_size(groups):
                 rows = torch.stack([rows_of[index] for index in indices])  # [G, S]
+                if rows.shape[1] == 1 and self._teaches_alone:
+                    continue  # nothing to compare with
                 offered = self._offered([groups[index] for index in indices], lengths[rows], step)
                 given = function(sums[rows], **offered, **algorithm.advantage_options)
                 check_returned("algorithm.advantage", name, given, rows)
@@ -265,7 +270,16 @@ def _train_sequence(rollout: Rollout) -> TrainSequence:
     )
 
 
-def _joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
+def policy_logprobs(sequences: Sequence[TrainSequence]) -> Tensor:
+    """The policy's log-probs that the ratio takes, of all response tokens, [R] float64.
+
+    The decoder's, or with `algorithm.old_logprobs: recompute` the trainer's, which those of a reference or a teacher
+    resemble in their rounding.
+    """
+    return joined([one.rollout_logprobs if one.old_logprobs is None else one.old_logprobs for one in sequences])
+
+
+def joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
     """The numbers of the response tokens of all sequences, [R] float64."""
     present = [array for array in arrays if array is not None]
     assert len(present) == len(arrays), "either all sequences have these numbers or none"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from srtrl import ranks
-from srtrl.algorithms.losses import truncated_weights
+from srtrl.algorithms.losses import importance_weights, off_policy_mask
 from srtrl.algorithms.reductions import k3
 from srtrl.model.attention import Gather
 from srtrl.model.logprobs import token_logprobs
@@ -70,7 +70,7 @@ class PolicyLearner(Learner):
     def loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Learner`; the log-probs of the step's first mini-batch are kept for `before_step`.
 
-        The importance weights multiply the policy's loss. They do not multiply the KL and the entropy, which are no
+        The importance weights multiply the policy's loss. They do not multiply KL, entropy and drift, which are no
         expectations over the decoder's samples: they measure the policy as it is.
         """
         algorithm = self.recipe.algorithm
@@ -94,8 +94,17 @@ class PolicyLearner(Learner):
             **algorithm.loss_options,
         )
         metrics = loss_metrics(algorithm.loss, logged)
-        if (cap := self.recipe.importance_cap) is not None:
-            token_loss = token_loss * truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
+        rollout_logprobs, index = packed.rollout_logprobs, packed.sequence_index
+        if algorithm.opsm is not None:
+            is_dropped = off_policy_mask(rollout_logprobs, logprobs, packed.advantages, index, threshold=algorithm.opsm)
+            token_loss = token_loss.masked_fill(is_dropped, 0.0)
+            metrics["opsm/dropped_share"] = is_dropped.to(token_loss.dtype)
+        if self.recipe.importance_mode != "none":
+            token_loss = token_loss * self._importance_weights(old_logprobs, rollout_logprobs, index)[0]
+        if algorithm.drift > 0:
+            squares = (logprobs - rollout_logprobs).square()  # [R]
+            metrics["drift"] = squares.detach()
+            token_loss = token_loss + algorithm.drift * squares
         if algorithm.kl.coefficient > 0:
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
@@ -133,7 +142,7 @@ class PolicyLearner(Learner):
         """Metrics of all response tokens, also of the sequences that need no pass, and of optimizer and observers.
 
         `entropy` is estimated: the mean of -log p of the sampled tokens, whose expectation it is. `importance/weight`
-        and `/capped_share`, `logprob_difference/mean`, `/max`, `/kl`. `tokens/update` are those of all epochs, with
+        and `/outside_share`, `logprob_difference/mean`, `/max`, `/kl`. `tokens/update` are those of all epochs, with
         prompts, without the sequences that need no pass; `tokens/update_rows` are what was computed for them.
 
         Raises:
@@ -141,17 +150,24 @@ class PolicyLearner(Learner):
         """
         rollout = torch.from_numpy(np.concatenate([one.rollout_logprobs for one in sequences]))  # [R]
         metrics = {"entropy": -float(rollout.double().mean())}
-        if (cap := self.recipe.importance_cap) is not None:
+        if self.recipe.importance_mode != "none":
             old = [one.rollout_logprobs if one.old_logprobs is None else one.old_logprobs for one in sequences]
-            weights = truncated_weights(torch.from_numpy(np.concatenate(old)), rollout, cap=cap)
+            index = torch.arange(len(old)).repeat_interleave(torch.tensor([len(one) for one in old]))  # [R]
+            weights, is_outside = self._importance_weights(torch.from_numpy(np.concatenate(old)), rollout, index)
             metrics["importance/weight"] = float(weights.double().mean())
-            metrics["importance/capped_share"] = float((weights == weights.new_tensor(cap)).double().mean())
+            metrics["importance/outside_share"] = float(is_outside.double().mean())
         for observer in self.observers:
             metrics |= observer.end_update(sequences, f"step {context.step}")
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences if self.needs_pass(sequence))
         metrics |= self.difference | self.optimizer.metrics()
         metrics["tokens/update"] = context.recipe.train.num_epochs * num_tokens
         return {**metrics, "tokens/update_rows": self.num_rows}
+
+    def _importance_weights(self, old: Tensor, rollout: Tensor, sequence_index: Tensor) -> tuple[Tensor, Tensor]:
+        """See `importance_weights`, in the recipe's mode."""
+        section = self.recipe.algorithm.importance
+        bounds = {"min": section.min, "max": section.max}
+        return importance_weights(old, rollout, sequence_index, mode=self.recipe.importance_mode, **bounds)
 
     def resharded(self) -> AbstractContextManager[None]:
         """See `Learner`; the decoder needs the whole model."""
@@ -182,11 +198,11 @@ class PolicyLearner(Learner):
         """Whether a pass over a sequence can give a gradient.
 
         It cannot where all advantages are 0 and the loss is one of srtrl's, each of which is proportional to the
-        advantage, without a KL or an entropy bonus beside it.
+        advantage, without a KL, an entropy bonus or a drift term beside it.
         """
         algorithm = self.recipe.algorithm
         # A KL in the reward has no gradient of its own, but `kl/ref` is measured in the passes.
-        has_other_terms = algorithm.kl.coefficient > 0 or algorithm.entropy_coefficient > 0
+        has_other_terms = max(algorithm.kl.coefficient, algorithm.entropy_coefficient, algorithm.drift) > 0
         return has_other_terms or is_user_defined(algorithm.loss) or bool(sequence.advantages.any())
 
 
@@ -217,7 +233,7 @@ def logprobs_column(
     temperature: float,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Column:
-    """The log-probs of the response tokens by a model, as `ref_logprobs` or `old_logprobs`; see `Column`."""
+    """The log-probs of the response tokens by a model, as a field such as `ref_logprobs`; see `Column`."""
     return Column(
         stage=stage,
         field=field,
@@ -269,7 +285,7 @@ def logprob_difference(
             f"token, more than train.max_logprob_difference ({limit:g}); the policy's weights were not changed by this "
             "step. Rounding in bfloat16 gives a mean near 0.01: look at logprob_difference/* of earlier steps. If it "
             "was small before, this is a fault; if it was always near the limit, raise the limit, or set "
-            "algorithm.old_logprobs=recompute and algorithm.importance_cap=2"
+            "algorithm.old_logprobs=recompute and algorithm.importance.mode=token_mask"
         )
     return {
         "logprob_difference/mean": mean,
