@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from srtrl.algorithms import advantages, losses
-from srtrl.algorithms.losses import importance_weights, off_policy_mask
+from srtrl.algorithms.losses import importance_weights, opsm_mask
 from srtrl.recipe.schema import ImportanceMode
 
 F64 = torch.float64
@@ -108,7 +108,7 @@ def test_opsm_equals_trl(threshold: float) -> None:
     new, decoder, given, index = random_tokens(0.4)
     rows = [numbers.reshape(-1, 20) for numbers in (given, new, decoder)]
     kept = trainer.GRPOTrainer.get_off_policy_mask(*rows, torch.ones(50, 20), threshold).flatten()
-    found = off_policy_mask(decoder, new, given, index, threshold=threshold)
+    found = opsm_mask(decoder, new, given, index, threshold=threshold)
     assert torch.equal(found, kept == 0)
     assert 0 < found.double().mean() < 0.5
 

@@ -229,7 +229,7 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Weights by r, the ratio of a token's probability by the trainer to that by the decoder, within [min, max].
 
-    The decoder's is of an earlier policy with `rollout.mode` `partial` and `spec_rl`, and of other kernels or types
+    The decoder's is of an earlier policy in some values of `rollout.mode`, and of other kernels or types
     where these differ. By `mode`:
 
     - `token_truncate`: r, at least min and at most max. Truncated importance sampling (Ionides, 2008).
@@ -266,14 +266,14 @@ def importance_weights(
     return weights.to(old_logprobs.dtype), is_outside
 
 
-def off_policy_mask(
+def opsm_mask(
     rollout_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, *, threshold: float
 ) -> Tensor:
     """OPSM: which tokens of negative advantage are in a sequence that the policy has moved away from.
 
     Section 3.1 of DeepSeek-V3.2 (arXiv 2512.02556): the mean over the sequence of (log mu - log p) is above the
-    threshold, mu the decoder's probability and p the policy's now, so the mask changes within an update. TRL's
-    `off_policy_mask_threshold` is the same.
+    threshold, mu the decoder's probability and p the policy's now, so the mask changes within an update. TRL has
+    the same threshold.
 
     Args:
         rollout_logprobs: by the decoder, [R].

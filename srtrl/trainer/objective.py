@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from srtrl import ranks
-from srtrl.algorithms.losses import importance_weights, off_policy_mask
+from srtrl.algorithms.losses import importance_weights, opsm_mask
 from srtrl.algorithms.reductions import k3
 from srtrl.model.attention import Gather
 from srtrl.model.logprobs import token_logprobs
@@ -96,7 +96,7 @@ class PolicyLearner(Learner):
         metrics = loss_metrics(algorithm.loss, logged)
         rollout_logprobs, index = packed.rollout_logprobs, packed.sequence_index
         if algorithm.opsm is not None:
-            is_dropped = off_policy_mask(rollout_logprobs, logprobs, packed.advantages, index, threshold=algorithm.opsm)
+            is_dropped = opsm_mask(rollout_logprobs, logprobs, packed.advantages, index, threshold=algorithm.opsm)
             token_loss = token_loss.masked_fill(is_dropped, 0.0)
             metrics["opsm/dropped_share"] = is_dropped.to(token_loss.dtype)
         if self.recipe.importance_mode != "none":
