@@ -1,5 +1,6 @@
 """Several tasks in one run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from srtrl.build import build_tokenizer
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.tasks.base import load_task
+from srtrl.tasks.grading import make_grader
 from srtrl.tasks.mixture import MixedOrder
 from srtrl.tasks.order import DataOrder
+from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
 SIZES = (10, 7, 3)
 
@@ -76,6 +79,34 @@ def test_tasks_of_one_size_are_shuffled_apart_and_may_be_as_they_are(policy: Pat
     assert first != second
     assert sorted(first) == sorted(second) == list(range(10))
     assert [as_is.prompt_of(draw) for draw in range(20)] == [draw // 2 + draw % 2 * 10 for draw in range(20)]
+
+
+@isolated
+def apart(sample: RewardInput) -> float:
+    return sample.num_tokens
+
+
+async def awaited(sample: RewardInput) -> float:
+    return -sample.num_tokens
+
+
+@batched
+def in_batch(samples: Sequence[RewardInput]) -> list[float]:
+    return [len(samples) + sample.num_tokens / 100 for sample in samples]
+
+
+def test_rewards_of_every_kind_see_the_samples_of_their_task_alone(policy: Path, tmp_path: Path) -> None:
+    """In a worker process, in the event loop, and all samples at once; grades come in the order of the samples."""
+    easy = EASY | {"rewards": [{"name": "test_mixture:apart"}, {"name": "test_mixture:in_batch"}]}
+    lucky = LUCKY | {"rewards": [{"name": "test_mixture:awaited"}, {"name": "test_mixture:in_batch", "weight": 2}]}
+    recipe = make_recipe(policy, tmp_path, task=[easy, lucky])
+    task = load_task(recipe, build_tokenizer(recipe))
+    with make_grader(task, recipe.rewards, recipe.grading, 12) as grader:
+        grader.try_rewards(task.train_prompts[0])
+        prompts = [task.train_prompts[index] for index in (0, 10, 1, 2, 12)]
+        tickets = [grader.submit(prompt, "1", "stop", number) for number, prompt in enumerate(prompts)]
+        rewards = [grade.reward for grade in grader.collect(tickets)]
+    assert rewards == pytest.approx([0 + 3, -1 + 2 * 2.01, 2 + 3.02, 3 + 3.03, -4 + 2 * 2.04])
 
 
 @FORKED
