@@ -226,7 +226,9 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text('[["x", "y"]]')
     with pytest.raises(ValueError, match=r"list\.json:1: .*found list"):
         read_recorded(tmp_path / "list.json", tokenizer=None, max_tokens=10)
-    train_tokenizer([], 257).save_pretrained(tmp_path)
+    tokenizer = train_tokenizer([], 257)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
     path = write_rows(tmp_path / "rows.jsonl", {"messages": [USER, ASSISTANT]})
     with pytest.raises(ValueError, match=re.escape(f"{path}:1: prompt: the tokenizer has no chat template")):
         read_recorded(path, tokenizer=str(tmp_path), max_tokens=10)
