@@ -16,6 +16,7 @@ from srtrl.build import run_training
 from srtrl.checks import build_checked
 from srtrl.files import write_atomic
 from srtrl.generation import Generated, generate
+from srtrl.live_run import with_live_run
 from srtrl.recipe.file import Overrides, Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import FROM_PYTHON, Caught
@@ -95,17 +96,20 @@ def train(
     rewards: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
-    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+    on_step: Callable[..., Any] = lambda *_: None,
     **flags: Unpack[StartFlags],
 ) -> TrainingResult:
     """Train as a recipe says, into the folder `<output_dir>/<name>`.
 
-    The first arguments are those of `load_recipe`; `on_step`, the flags `resume`, `overwrite` and `from_step`, and the
-    errors are those of `run_training`, whose messages name the arguments.
+    The first arguments are those of `load_recipe`; the flags `resume`, `overwrite` and `from_step`, and the errors are
+    those of `run_training`, whose messages name the arguments. `on_step` is a function of (step, metrics, run), called
+    on all ranks after each training step and its checkpoint, and after a resume once more for the step of the
+    checkpoint: the metrics are those of docs/metrics.md, `run` is a `LiveRun`, and a dictionary of numbers that it
+    returns is logged, with names below `user/`. One of (step, metrics) is called on the main rank.
     """
     loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows)
     try:
-        return run_training(loaded, on_step=on_step, **flags)
+        return run_training(loaded, on_step=with_live_run(on_step), **flags)
     except (ValueError, TrainingStoppedError) as error:
         error.args = (in_python(str(error)),)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from math import ceil
@@ -54,7 +54,7 @@ from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
 from srtrl.trainer.passes import Column
 from srtrl.trainer.sampling import RolloutContext, Sampler
-from srtrl.trainer.trainer import Parts, Trainer, seed_generators
+from srtrl.trainer.trainer import OnStep, Parts, Trainer, seed_generators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ def run_training(
     resume: bool = False,
     overwrite: bool = False,
     from_step: int | None = None,
-    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+    on_step: OnStep = lambda *_: None,
 ) -> TrainingResult:
     """Train as the recipe says, into the folder `<output_dir>/<name>`.
 
@@ -88,8 +88,7 @@ def run_training(
         overwrite: Rename a folder that is in the way to `NAME.1` (or the next free number) and begin again.
         from_step: With `resume`, the step whose checkpoint to continue from; later checkpoints are deleted (the option
             `--checkpoint`).
-        on_step: Called after each training step with its number and its metrics (docs/metrics.md), which are on disk
-            then. An exception from it ends the run; `resume` continues it from its last checkpoint.
+        on_step: See `OnStep`. An exception from it ends the run; `resume` continues it from its last checkpoint.
 
     Raises:
         ValueError: a mistake in the recipe, its data or the flags.

@@ -5,7 +5,7 @@ The prompts become a task without a verifier, and `run_evals` samples it as it s
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,22 +161,10 @@ def generate(
     from srtrl.run.progress import reporting_compilation
 
     refuse_ranks("srtrl generate")
-    if isinstance(prompts, str):
-        raise ValueError("prompts: expected a list of texts, found one text")
-    if not prompts:
-        raise ValueError("prompts: expected at least one")
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, list):
-            check_messages(prompt, f"prompts.{index}")
-    task: dict[str, Any] = {
-        "ids": [*(ids or map(str, range(len(prompts))))],
-        "texts": [*prompts],
-        "chat_template": chat,
-    }
+    check_prompts(prompts)
     source, run_task = _source(model_or_run)
-    if run_task is not None and ":" not in run_task["name"] and not raw:
-        task["task"] = run_task
-    source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
+    options = prompts_options(prompts, None if raw else run_task, ids=ids, chat=chat)
+    source.put(("task",), {"name": "srtrl.generation:Prompts", "options": options}, "prompts")
     source.put(("eval", "num_samples"), num_samples, "num_samples")
     if len(prompts) * num_samples == 1 and run_task is None and not any("rollout." in value for value in overrides):
         # Its own text is all that it could draft from, and loading the drafter's kernels takes longer than that saves.
@@ -185,7 +173,30 @@ def generate(
     recipe: Recipe = build_checked(source)
     with reporting_compilation(_print_compiling):
         (outcome,) = run_evals(recipe.model.path, {"generate": recipe})
-    return [[_generated(rollout) for rollout in group.rollouts] for group in outcome.groups]
+    return [[generated_of(rollout) for rollout in group.rollouts] for group in outcome.groups]
+
+
+def check_prompts(prompts: Sequence[str | list[Message]]) -> None:
+    """Refuse what is no list of prompts; `ValueError` names the item."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts: expected a list of texts, found one text")
+    if not prompts:
+        raise ValueError("prompts: expected at least one")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, list):
+            check_messages(prompt, f"prompts.{index}")
+
+
+def prompts_options(
+    prompts: Sequence[str | list[Message]],
+    task: Mapping[str, Any] | None,
+    *,
+    ids: Sequence[str] = (),
+    chat: bool = False,
+) -> dict[str, Any]:
+    """Values of `PromptsOptions`: with the templates of a run's `task`, unless it is the user's own."""
+    templates = {} if task is None or ":" in task["name"] else {"task": task}
+    return {"ids": [*(ids or map(str, range(len(prompts))))], "texts": [*prompts], "chat_template": chat, **templates}
 
 
 def _source(model_or_run: str) -> tuple[RecipeSource, dict[str, Any] | None]:
@@ -212,7 +223,8 @@ def _print_compiling(number: int, _: int) -> None:
         print(COMPILE_MESSAGE, file=sys.stderr)
 
 
-def _generated(rollout: Rollout) -> Generated:
+def generated_of(rollout: Rollout) -> Generated:
+    """A rollout as a completion."""
     response, conversation = rollout.response, rollout.conversation
     token_ids, logprobs = response.token_ids.tolist(), response.rollout_logprobs.tolist()
     assert response.finish_reason is not None

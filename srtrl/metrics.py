@@ -14,7 +14,7 @@ from typing import Self
 from srtrl.files import named_in_errors
 
 MetricRow = dict[str, float]
-"""One line of `metrics.jsonl`: `step` and the metrics of that step."""
+"""`step` and the metrics of that step."""
 
 
 class MetricLog:
@@ -55,12 +55,14 @@ class MetricLog:
 
 
 def read_metrics(path: Path) -> list[MetricRow]:
-    """Read the rows of a metric log, in file order; a last line without its newline (a killed run) is left out.
+    """Read the rows of a metric log, in file order; those of the same step, one after the other, as one.
+
+    A last line without its newline (a killed run) is left out.
 
     Raises:
         ValueError: a line is not a JSON object of numbers with a `step`; the message names file and line.
     """
-    rows = []
+    rows: list[MetricRow] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -71,7 +73,10 @@ def read_metrics(path: Path) -> list[MetricRow]:
             raise ValueError(
                 f"{path}:{number}: expected an object with the key `step` and numbers, found {str(row)[:80]}"
             )
-        rows.append(row)
+        if rows and rows[-1]["step"] == row["step"]:
+            rows[-1] |= row
+        else:
+            rows.append(row)
     return rows
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_run import learned_rows, make_policy, make_recipe
 
+from srtrl import train
 from srtrl.build import run_training
 from srtrl.checks import check_recipe
 from srtrl.metrics import MetricRow, read_metrics
@@ -148,6 +149,12 @@ def test_an_environment_outside_the_package_answers(recipe_file: Path) -> None:
     for sample in table:
         assert sample["num_turns"] == sample["segment_kinds"].count("model")
         assert ("observation" in sample["segment_kinds"]) == ("A number, please." in sample["text"])
+
+
+def test_an_evaluation_of_ones_own_is_logged(recipe_file: Path) -> None:
+    on_step = importlib.import_module("my_fork.capitals").on_step
+    rows = train(recipe_file, {"train.num_steps": 3}, on_step=on_step).history
+    assert [row["step"] for row in rows if 0 <= row.get("user/capitals", -1) <= 1] == [2]
 
 
 def test_parts_of_a_users_own_train_and_are_resumed(

@@ -63,7 +63,7 @@ LAYERS = (
     ("checks", "planner"),
     ("evaluation", "report", "bench"),
     ("warm_start",),
-    ("cli", "generation", "api", "__main__"),
+    ("cli", "generation", "live_run", "api", "__main__"),
 )
 """In the order of imports: a file imports from its own row and those above; `TYPE_CHECKING` makes no difference."""
 PLAIN_CORE = ("algorithms", "model", "drafters", "engine", "rollout", "trainer")

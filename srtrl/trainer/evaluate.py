@@ -15,7 +15,7 @@ from srtrl.run.step_metrics import turn_metrics
 from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import NO_HELD_OUT, TaskBase
 from srtrl.trainer.sampling import RolloutContext, train_sampling
-from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup, SamplingParams
+from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, Purpose, RolloutGroup, SamplingParams
 
 TURN_METRICS = ("environment/turns_mean", "environment/call_share", "environment/valid_call_share")
 """Of `turn_metrics`, logged in evaluations."""
@@ -47,11 +47,11 @@ def training_evals(task: TaskBase, recipe: Recipe) -> tuple[bool, list[Prompt]]:
 
 
 def evaluate(
-    context: RolloutContext, prompts: Sequence[Prompt], *, on_progress: OnProgress
+    context: RolloutContext, prompts: Sequence[Prompt], *, purpose: Purpose = "eval", on_progress: OnProgress
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Sample every problem `eval.num_samples` times and grade; returns one group per problem, in order, and metrics.
 
-    The RNG keys are those of purpose `eval`, at any training step: training noise is untouched, and two policies
+    The RNG keys are those of `purpose`, at any training step: training noise is untouched, and two policies
     are compared on the same noise (common random numbers: their difference varies less than each accuracy). The
     drafter works as in training, on a cache of its own for that purpose: the samples of a problem draft from each
     other, and from those of earlier evaluations. The engine's metrics since they were last taken are taken here.
@@ -61,7 +61,7 @@ def evaluate(
     """
     assert prompts, "nothing to evaluate"
     sampling, timer = eval_sampling(context.recipe, context.end_ids), StageTimer()
-    collector = context.collector("eval", context.recipe.eval.num_samples, sampling, on_progress, timer)
+    collector = context.collector(purpose, context.recipe.eval.num_samples, sampling, on_progress, timer)
     draws = list(enumerate(map(context.started, prompts)))
     groups = collect_rollouts(context.engine, collector, FixedDraws(draws))
     context.turns.check_not_all_raised("evaluation")

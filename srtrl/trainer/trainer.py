@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from srtrl import ranks
-from srtrl.metrics import MetricLog, StageTimer
+from srtrl.metrics import MetricLog, StageTimer, read_metrics
 from srtrl.run.checkpoint import Part, TrainerState, read_state, save_checkpoint
 from srtrl.run.estimate import describe_device
 from srtrl.run.folder import RunFolder, open_run_folder, step_file_name, write_rollouts
@@ -48,6 +48,11 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
     from srtrl.tasks.base import TaskBase
+
+
+OnStep = Callable[[int, Mapping[str, float], "Trainer"], object]
+"""A user's function: called on all ranks after each step and its checkpoint, with the step's number, its metrics and
+the trainer. A dictionary of numbers that it returns on the main rank is logged: names below `user/`."""
 
 
 class TrainingStoppedError(RuntimeError):
@@ -102,14 +107,14 @@ class Trainer:
         parts: Parts,
         *,
         console: Console | None = None,
-        on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+        on_step: OnStep = lambda *_: None,
     ) -> None:
         """A run that has not begun; nothing is started or written yet.
 
         Args:
             parts: What the run is made of.
             console: Where rank 0 reports; standard output by default.
-            on_step: See `build.run_training`.
+            on_step: See `OnStep`. After a resume it is called for the step that the checkpoint is of, once more.
         """
         self.parts, self.context, self.recipe = parts, parts.context, parts.context.recipe
         self.evaluates_ends, self.eval_prompts = training_evals(parts.task, self.recipe)
@@ -227,6 +232,9 @@ class Trainer:
                     self.context.turns.begin_step(0)
                     self._write_row(metrics := self.evaluate())
                     self.progress.say(f"before training: {describe_held_out(metrics)}")
+                if self.step > 0:
+                    self.context.turns.begin_step(self.step)
+                    self.call_on_step(lambda: read_metrics(self.run.path / "metrics.jsonl")[-1])
                 self.is_stopping = self._should_stop()
                 while self.step < self.recipe.train.num_steps and not self.is_stopping:
                     self.context.turns.begin_step(self.step + 1)
@@ -251,10 +259,11 @@ class Trainer:
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
-        self.log(metrics, rollouts, credit)
+        row = self.log(metrics, rollouts, credit)
         self.is_stopping = self._should_stop()
         with ranks.synchronized(f"checkpoint of step {step}"):
             self.checkpoint_if_due()
+        self.call_on_step(lambda: row)
 
     def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
         """Advantages of the kept samples, with the columns that the recipe needs (see `Parts`)."""
@@ -287,8 +296,8 @@ class Trainer:
                 path = self.run.path / "rollouts" / step_file_name(step)
                 write_rollouts(path, rollouts.groups, credit.advantages)
 
-    def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
-        """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
+    def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> dict[str, float]:
+        """Write a row of `metrics.jsonl`, to the trackers, and a line for people; returns the row, which is on disk."""
         policy = self.parts.policy
         computed = [sequence for sequence in credit.sequences if policy.needs_pass(sequence)]
         num_flops = update_flops(self.recipe, policy.model.config, computed) / ranks.count()  # of one device
@@ -305,8 +314,21 @@ class Trainer:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         self._say_slow_rewards(row)
         if ranks.is_main():
-            self.on_step(self.step, row)
             log_samples(self.trackers, self.step, rollouts.groups, credit.advantages)
+        return row
+
+    def call_on_step(self, last_row: Callable[[], Mapping[str, float]]) -> None:
+        """Call `on_step`, with the main rank's row of this step on all ranks, and log what it returns."""
+        row = ranks.on_main(last_row, f"the metrics of step {self.step}")
+        metrics = {name: value for name, value in row.items() if name != "step"}
+        with ranks.synchronized(f"on_step after step {self.step}"):
+            returned = self.on_step(self.step, metrics, self)
+            if returned is not None and not isinstance(returned, Mapping):
+                raise ValueError(
+                    f"on_step after step {self.step}: expected a dictionary of numbers or None, found {returned!r:.80}"
+                )
+            if returned:
+                self._write_row({f"user/{name}": value for name, value in returned.items()})
 
     def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
         """Once: a notice where rewards that are called for one sample after the other take most of a step."""
