@@ -151,7 +151,7 @@ def training_step() -> None:
 
 def packed_batch() -> None:
     """Three sequences end to end, two of them with one prompt, and where each response token is predicted."""
-    svg = Svg("A packed batch", 820, 250)
+    svg = Svg("A packed batch", 820, 264)
     sequences, index = ((3, 4, 0), (3, 6, 3), (4, 3, 0)), 0  # prompt, response, tokens of the sequence before
     path: list[int] = []
     left, cell = 96.0, 32.0
@@ -174,13 +174,9 @@ def packed_batch() -> None:
                 svg.box(x, 160, cell, 40, str(index), BLUE)
                 num_targets += 1
             index += 1
-    svg.text(
-        20,
-        232,
-        "Grey: prompt. Blue: response. A line leads from hidden_index, "
-        "the token before, to the token that it predicts. Sequence 1 has the prompt of sequence 0.",
-        fill=GREY,
-    )
+    caption = "Grey: prompt. Blue: response. A line leads from hidden_index, the token before, to its next token."
+    svg.text(20, 232, caption, fill=GREY)
+    svg.text(20, 250, "Sequence 1 has the prompt of sequence 0.", fill=GREY)
     svg.save("packed_batch")
 
 
@@ -272,8 +268,7 @@ def draft_tree() -> None:
     svg.text(
         20,
         294,
-        "Above a node: share of the prompt's earlier samples "
-        "that continue so. \\n: a line break. Nodes without colour are dropped.",
+        "Above a node: share of earlier samples that continue so. \\n: a line break. White nodes are dropped.",
         fill=GREY,
     )
     svg.save("draft_tree")
@@ -299,15 +294,10 @@ def fork() -> None:
         for y, score in zip(places, scores, strict=True):
             svg.box(x, y - 12, 130 * score, 24, fill=GREEN if score == max(scores) else WHITE)
             svg.text(x + 130 * score + 6, y + 5, f"{score:.3f}")
-    svg.text(
-        20,
-        270,
-        "Rollouts: earlier ones that are equal so far and go on with the token. "
-        "Noise: this sample's own. p: the policy's, at the newest of them.",
-        fill=GREY,
-        size=12,
-    )
-    svg.text(20, 288, "Orange: sampled, for it has the largest log p + noise.", fill=GREY, size=12)
+    caption = "Rollouts: earlier ones that are equal so far and go on with the token. Noise: this sample's own."
+    svg.text(20, 270, caption, fill=GREY, size=12)
+    caption = "p: the policy's, at the newest of them. Orange: sampled, for it has the largest log p + noise."
+    svg.text(20, 288, caption, fill=GREY, size=12)
     svg.save("fork")
 
 
