@@ -141,7 +141,7 @@ def test_a_run_is_the_same_after_a_resume_from_any_step(mode: str, policy: Path,
     folder = train(recipe).folder
     rows = read_metrics(folder / "metrics.jsonl")
     assert max(row.get("data/left_out", 0) for row in rows) > 0.2
-    for step in (5, 3, 1):
+    for step in (5, 3, 1) if mode == "on_policy" else (3,):
         copy = make_recipe(policy, tmp_path / str(step), **SKIPPING | MODES[mode])
         shutil.copytree(folder, copy.folder)
         assert_same_run(train(copy, resume=True, from_step=step).folder, folder)
@@ -166,12 +166,12 @@ def as_shuffled(seed: int, epoch: int, known: PromptStatistics) -> Any:
 
 @FORKED
 def test_two_ranks_draw_what_one_draws(policy: Path, tmp_path: Path) -> None:
-    changes = SKIPPING | {"train__learning_rate": 1e-5}
+    changes = SKIPPING | {"train__learning_rate": 1e-5, "train__num_steps": 4}
     several = make_recipe(policy, tmp_path, **changes, name="several")
     assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
     one = train(make_recipe(policy, tmp_path, **changes, name="one")).folder
     assert_close_runs(several.folder, one, tolerance=1e-5)
-    orders = [load_file(next((folder / "checkpoints").glob("*6")) / FILE) for folder in (several.folder, one)]
+    orders = [load_file(next((folder / "checkpoints").glob("*4")) / FILE) for folder in (several.folder, one)]
     assert orders[0].keys() == orders[1].keys()
     assert all(np.array_equal(orders[0][name], orders[1][name], equal_nan=True) for name in orders[0])
 
