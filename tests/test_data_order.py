@@ -13,10 +13,11 @@ from rollout_cases import make_group
 from safetensors.numpy import load_file
 from tiny_run import PPO, assert_same_run, make_recipe, train
 
-from srtrl.build import with_num_steps
+from srtrl.build import build_order, with_num_steps
 from srtrl.features.data_order import FILE, PromptStatistics, StatisticsOrder, shuffled, skip_silent
 from srtrl.metrics import read_metrics
 from srtrl.report.runs import read_run
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.order import DataOrder
 
 STEPS = (4, 7, 1, 12, 3, 20, 9)
@@ -29,9 +30,14 @@ def statistics(num_prompts: int, **known: Any) -> PromptStatistics:
     return PromptStatistics(**given | known)
 
 
-@pytest.mark.parametrize(("name", "is_shuffled"), [("shuffled", True), ("as_is", False)])
-def test_an_order_that_reads_no_statistics_is_the_static_one(name: str, is_shuffled: bool) -> None:
-    order, static = StatisticsOrder(name, 10, 5), DataOrder(10, 5, is_shuffled=is_shuffled)
+@pytest.mark.parametrize("name", ["shuffled", "as_is"])
+def test_an_order_that_reads_no_statistics_is_the_static_one(name: str) -> None:
+    task = TaskBase.__new__(TaskBase)
+    task.train_prompts = [make_group(0, ["correct"]).prompt] * 10
+    recipe = make_recipe(Path(), Path(), data__order=name)
+    order, static = StatisticsOrder(name, 10, recipe.seed), build_order(recipe, task)
+    assert isinstance(static, DataOrder)
+    assert ([static.prompt_of(draw) for draw in range(10)] == list(range(10))) == (name == "as_is")
     num_draws = 0
     for number in STEPS:
         assert order.epochs(num_draws) == {"data/left_out": 0} | static.epochs(num_draws)
