@@ -13,7 +13,7 @@ def replay(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A run's folder, or rows of any trainer or engine: JSONL, Parquet, or a folder of them."
+            metavar="FILE", help="A run's folder, or rows of any trainer or engine: JSONL, Parquet, a folder of them."
         ),
     ],
     *,

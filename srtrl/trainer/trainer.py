@@ -124,7 +124,7 @@ class Trainer:
         """Whether a rank was interrupted: the run ends after the current step."""
         self._has_said_slow_rewards = False
         self._num_idle = 0
-        """Steps without a gradient since this process began."""
+        """The last steps in a row that had no gradient, of this process."""
         self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
@@ -296,9 +296,8 @@ class Trainer:
         row = {**metrics, **timed, **memory_metrics(policy.model.device)}
         self._write_row(row)
         reward, notice = row["reward/mean"] if has_graded(row) else math.nan, step_problems(row)
-        is_idle = row.get("grad_norm", row.get("critic/grad_norm", 0.0)) == 0.0
-        self._num_idle += is_idle
-        if is_idle and self._num_idle == 3:
+        self._num_idle = 0 if row.get("grad_norm", row.get("critic/grad_norm", 0.0)) else self._num_idle + 1
+        if self._num_idle == 3:
             notice += f"  third step without a gradient: see `srtrl rollouts {self.run.path}` and docs/reward.md"
         self.progress.step(self.step, describe_step(row), reward=reward, notice=notice)
         if "eval/reward" in row or "eval/accuracy" in row:
