@@ -278,6 +278,9 @@ def test_samples_that_could_not_be_graded_are_not_learned_from(
     assert said.count("  reward -  ") == num_without
     advice = f"thirdstepwithoutagradient:see`srtrlrollouts{result.folder}`anddocs/reward.md"
     assert "".join(said.split()).count(advice) == (num_without > 0)
+    if num_without:
+        *_, third, _ = re.split(r"step \d/4", said.partition("after step 4")[0])
+        assert advice in "".join(third.split())
     for row in read_metrics(result.folder / "metrics.jsonl")[-2:]:
         table = pq.read_table(result.folder / "rollouts" / f"step_{row['step']:06d}.parquet").to_pylist()
         graded = [one for one in table if one["outcome"] != "error"]

@@ -11,11 +11,7 @@ from srtrl.recipe.schema import MAX_WIDTH
 
 def replay(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A run's folder, or rows of any trainer or engine: JSONL, Parquet, or a folder of them.",
-        ),
+        Path, typer.Argument(metavar="FILE", help="A run's folder, or JSONL or Parquet of any trainer or engine.")
     ],
     *,
     tokenizer: Annotated[

@@ -129,7 +129,7 @@ class Trainer:
         """Whether a rank was interrupted: the run ends after the current step."""
         self._has_said_slow_rewards = False
         self._num_idle = 0
-        """Steps without a gradient since this process began."""
+        """The last steps in a row that had no gradient, of this process."""
         self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
@@ -305,9 +305,9 @@ class Trainer:
         row = {**metrics, **timed, **memory_metrics(policy.model.device)}
         self._write_row(row)
         reward, notice = row["reward/mean"] if has_graded(row) else math.nan, step_problems(row)
-        is_idle = not any(value for name, value in row.items() if name.endswith("grad_norm"))
-        self._num_idle += is_idle
-        if is_idle and self._num_idle == 3:
+        has_gradient = any(value for name, value in row.items() if name.endswith("grad_norm"))
+        self._num_idle = 0 if has_gradient else self._num_idle + 1
+        if self._num_idle == 3:
             notice += f"  third step without a gradient: see `srtrl rollouts {self.run.path}` and docs/reward.md"
         self.progress.step(self.step, describe_step(row), reward=reward, notice=notice)
         if "eval/reward" in row or "eval/accuracy" in row:
