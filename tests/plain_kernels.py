@@ -9,8 +9,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.engine.sampling import uniform_noise
+from srtrl.model.noise import GOLDEN, MIX_1, MIX_2
 from srtrl.model.paged_attention import BITS_PER_WORD, KVCache, TreeRows
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits: PyTorch multiplies and adds those modulo 2**64."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors (shifts are logical: the sign is masked away)."""
+    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _signed(MIX_1)
+    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _signed(MIX_2)
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+
+
+def uniform_noise(rng_keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Uniform numbers strictly between 0 and 1, [N, V] float64, of `rng_keys` and `positions` [N] int64.
+
+    Hash (rng_key, position) to a row key, then (row key, vocabulary index) to a number of 52 bits: with one more, the
+    largest would round to 1.
+    """
+    row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ rng_keys)  # [N]
+    index = torch.arange(1, vocab_size + 1, device=rng_keys.device, dtype=torch.int64)
+    bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
+    return to_uniform(bits)
+
+
+def to_uniform(bits: Tensor) -> Tensor:
+    """Float64 strictly between 0 and 1 of the upper 52 bits of int64 `bits`."""
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
 def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor) -> Tensor:

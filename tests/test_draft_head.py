@@ -17,6 +17,7 @@ from drafter_cases import random_draft
 from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_kernels import uniform_noise
 from safetensors.torch import load_file
 from test_engine_property import varied_requests
 from test_turns import converse, turn_requests
@@ -31,7 +32,6 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.engine.runner import EngineOptions, Runner
-from srtrl.engine.sampling import uniform_noise
 from srtrl.features.draft_head import REFUSED, DraftHead, draft_chains, length_of, merge_chains
 from srtrl.features.draft_head_learner import Texts
 from srtrl.features.head_drafter import FILE, HeadDrafter

@@ -10,10 +10,10 @@ import torch
 from drafter_cases import decode, propose, request, run, start
 from hypothesis import example, given
 from hypothesis import strategies as st
+from plain_kernels import uniform_noise
 
 from srtrl.drafters.srt import Drafter, SrtOptions
 from srtrl.drafters.trust import POWER, REACHED, make_trust
-from srtrl.engine.sampling import uniform_noise
 from srtrl.model.noise import make_rng_key
 from srtrl.types import TopTokens
 

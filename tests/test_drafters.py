@@ -15,6 +15,7 @@ from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, pr
 from engine_cases import make_response
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_kernels import uniform_noise
 
 from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, key_of
@@ -27,7 +28,6 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix import SuffixOptions
-from srtrl.engine.sampling import uniform_noise
 from srtrl.recipe.file import validate_section
 from srtrl.types import TopTokens, num_equal
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_kernels import sample_rows_reference
+from plain_kernels import sample_rows_reference, to_uniform, uniform_noise
 from scipy import stats
 
-from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs, sample_rows_on_cpu, to_uniform, uniform_noise
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs, sample_rows_on_cpu
 from srtrl.model.noise import hash_row, make_rng_key, uniform_of
 from srtrl.types import Purpose
 

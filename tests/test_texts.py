@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_kernels import uniform_noise
 
 from srtrl.drafters.base import Int32Array, end_to_end
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNIT, UNKNOWN, pack
@@ -17,7 +18,6 @@ from srtrl.drafters.shared_ngrams import learn_ngrams, make_table
 from srtrl.drafters.texts import INITIAL_PAGES, MAX_MATCH, PAGE, START_TOKEN, TextStore
 from srtrl.drafters.trie_draft import LIFT, MAX_BLENDED, NEGLIGIBLE, SMALLEST_SCORE, Basis, Noise, draft_trees
 from srtrl.drafters.trust import DECIDED, DISTRIBUTION, FORMULA_WEIGHT, MAX_POWER, NUM_CELLS, POWER, REACHED, make_trust
-from srtrl.engine.sampling import uniform_noise
 from srtrl.types import TopTokens
 
 VOCAB, SLOTS = 5, 4

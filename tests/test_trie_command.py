@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_kernels import uniform_noise
 from recipe_cases import recipe_text
 
-from srtrl.engine.sampling import uniform_noise
 from srtrl.model.noise import make_rng_key
 from srtrl.report.runs import read_run
 from srtrl.report.trie_view import PromptHistory, decoded_response, find_fork, read_history

@@ -10,12 +10,11 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
-from plain_kernels import sample_rows_reference
+from plain_kernels import sample_rows_reference, to_uniform
 from torch import Tensor
 
 from srtrl.cuda.jit import jit
 from srtrl.cuda.sampling import MARGIN, SamplingScratch, rough_gumbel, sample_rows_triton
-from srtrl.engine.sampling import to_uniform
 from srtrl.features.draft_head import REFUSED, _take_best
 from srtrl.features.draft_head_cuda import rank_listed_triton
 

@@ -105,7 +105,7 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 @jit
 def noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampling.uniform_noise`."""
+    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `srtrl.model.noise`."""
     rng_key = tl.load(rng_keys + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     row_key = _mix(_mix(position + _GOLDEN) ^ rng_key)

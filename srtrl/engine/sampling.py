@@ -21,7 +21,7 @@ from torch import Tensor
 
 from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.kernels import makes_arrays
-from srtrl.model.noise import GOLDEN, MIX_1, MIX_2, hash_row, uniform_of
+from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.vector_exp import exp_parts
 from srtrl.types import TopTokens
 
@@ -35,35 +35,6 @@ TINY = 1e-30
 """Weights below are too coarse for the quick rejection."""
 MARGIN = 1.0001
 """Room for the float32 error of the probabilities that the quick rejection uses (about 1e-6 relative)."""
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits: PyTorch multiplies and adds those modulo 2**64."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 tensors (shifts are logical: the sign is masked away)."""
-    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _signed(MIX_1)
-    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _signed(MIX_2)
-    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
-
-
-def uniform_noise(rng_keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Uniform numbers strictly between 0 and 1, [N, V] float64, of `rng_keys` and `positions` [N] int64.
-
-    Hash (rng_key, position) to a row key, then (row key, vocabulary index) to a number of 52 bits: with one more, the
-    largest would round to 1.
-    """
-    row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ rng_keys)  # [N]
-    index = torch.arange(1, vocab_size + 1, device=rng_keys.device, dtype=torch.int64)
-    bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
-    return to_uniform(bits)
-
-
-def to_uniform(bits: Tensor) -> Tensor:
-    """Float64 strictly between 0 and 1 of the upper 52 bits of int64 `bits`."""
-    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
 def _tempered(logits: Tensor, temperatures: Tensor) -> Tensor:

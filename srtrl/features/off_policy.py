@@ -21,15 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numba
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
 from srtrl import ranks
-from srtrl.engine.sampling import uniform_noise
 from srtrl.files import write_atomic
+from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.tasks.base import TaskBase
@@ -340,10 +340,15 @@ def accept_prefixes(
     return accepted
 
 
+@numba.njit(cache=True, nogil=True)
+def _uniforms(rng_key: np.uint64, num_positions: int) -> npt.NDArray[np.float64]:
+    """A uniform number for each of the first positions of a response, [num_positions]."""
+    return np.array([uniform_of(hash_row(rng_key, position), 0) for position in range(num_positions)])
+
+
 def num_accepted(rng_key: int, log_ratio: npt.NDArray[np.float32], lenience: float) -> int:
     """Number of tokens before the first one that is not accepted; `log_ratio` is log p_new - log p_old, [L]."""
-    key, positions = np.full(len(log_ratio), rng_key ^ ACCEPTANCE, np.uint64), torch.arange(len(log_ratio))
-    u = uniform_noise(torch.from_numpy(key.view(np.int64)), positions, 1)[:, 0].numpy()  # [L]
+    u = _uniforms(np.uint64(rng_key ^ ACCEPTANCE), len(log_ratio))  # [L]
     is_accepted = u <= np.exp(np.minimum(0.0, log_ratio + np.log(lenience))) if lenience else np.zeros(len(u), np.bool_)
     return int(np.append(is_accepted, False).argmin())
 

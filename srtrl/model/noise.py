@@ -1,7 +1,7 @@
 """A sample's RNG key, and the noise by which tokens are sampled, on the CPU: a hash of (key, position, token).
 
-`srtrl.engine.sampling` defines it in plain PyTorch. Here it is for one entry of the vocabulary, so that a drafter can
-compute the noise of the tokens that it considers.
+Each number is of one entry of the vocabulary, so that a drafter can compute the noise of the tokens that it considers.
+`docs/examples/reference.py` has it in NumPy, and the tests in plain PyTorch (`tests/plain_kernels.py`).
 """
 
 import hashlib
@@ -30,13 +30,13 @@ def _mix(bits: np.uint64) -> np.uint64:
 
 @numba.njit(inline="always")
 def hash_row(rng_key: np.uint64, position: int) -> np.uint64:
-    """The row key of a position of a sample's response."""
+    """The row key of a position of a sample's response: a hash of (RNG key, position)."""
     return _mix(_mix(np.uint64(position) + _GOLDEN) ^ rng_key)
 
 
 @numba.njit(inline="always")
 def uniform_of(row_key: np.uint64, token: int) -> float:
-    """The uniform number of a token, strictly between 0 and 1."""
+    """The uniform number of a token, strictly between 0 and 1. With more than 52 bits it could round to 1."""
     bits = _mix(row_key + np.uint64(token + 1) * _GOLDEN)
     return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
 
