@@ -95,8 +95,8 @@ class PolicyLearner(Learner):
         )
         metrics = loss_metrics(algorithm.loss, logged)
         rollout_logprobs, index = packed.rollout_logprobs, packed.sequence_index
-        if algorithm.opsm is not None:
-            is_dropped = off_policy_mask(rollout_logprobs, logprobs, packed.advantages, index, threshold=algorithm.opsm)
+        if (limit := algorithm.opsm) is not None:
+            is_dropped = off_policy_mask(rollout_logprobs, logprobs, packed.advantages, index, threshold=limit)
             token_loss = token_loss.masked_fill(is_dropped, 0.0)
             metrics["opsm/dropped_share"] = is_dropped.to(token_loss.dtype)
         if self.recipe.importance_mode != "none":
