@@ -215,11 +215,8 @@ def build_columns(recipe: Recipe, models: Models) -> list[Column]:
 def build_credit(recipe: Recipe) -> CreditAssigner:
     """What assigns credit, with the metrics of ages where tokens have some, and with what a teacher adds."""
     section = recipe.algorithm.teacher
-    return CreditAssigner(
-        recipe,
-        (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics,
-        None if section is None else partial(teach, section),
-    )
+    describe = (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics
+    return CreditAssigner(recipe, describe, None if section is None else partial(teach, section))
 
 
 def build_order(recipe: Recipe, task: TaskBase) -> Order:

@@ -62,6 +62,8 @@ def _architecture(recipe: Recipe) -> ArchitectureSection | None:
 
 NO_RATIO = "algorithm.loss policy_gradient has no ratio, and after the first optimizer step the batch is off-policy"
 
+NO_REWARDS = "looks at rewards, which have the weight 0: a teacher alone teaches all groups; expected"
+
 RULES: tuple[Rule, ...] = (
     (
         "rollout.environment",
@@ -155,30 +157,21 @@ RULES: tuple[Rule, ...] = (
         "some log-probs of the decoder are of earlier policies with rollout.mode {rollout.mode}: expected recompute",
     ),
     (
-        "algorithm.teacher",
-        lambda r: r.algorithm.teacher and r.critic,
-        "changes advantages that a critic does not know: expected no critic, or no teacher",
+        "critic",
+        lambda r: r.critic and r.algorithm.teacher,
+        "knows nothing of what algorithm.teacher adds: expected none",
     ),
     (
         "algorithm.loss",
         lambda r: r.algorithm.teacher and r.algorithm.loss == "gspo",
         "gspo needs one advantage per response, and a teacher gives one per token: expected gspo_token",
     ),
-    (
-        "algorithm.filters",
-        lambda r: r.teaches_alone and r.algorithm.filters,
-        "drop groups by their rewards (rollout.dynamic_sampling draws others), but a teacher alone, with rewards of "
-        "weight 0, teaches all of them: expected none",
-    ),
-    (
-        "data.order",
-        lambda r: r.teaches_alone and r.data.order == "skip_silent",
-        "passes over prompts by their rewards, which have the weight 0: expected shuffled or as_is",
-    ),
+    ("algorithm.filters", lambda r: r.teaches_alone and r.algorithm.filters, f"{NO_REWARDS} no filters"),
+    ("data.order", lambda r: r.teaches_alone and r.data.order == "skip_silent", f"{NO_REWARDS} shuffled or as_is"),
     (
         "algorithm.kl.placement",
         lambda r: r.teaches_alone and r.algorithm.kl.coefficient and r.algorithm.kl.placement == "reward",
-        "with a teacher alone, rewards have the weight 0: expected loss",
+        f"{NO_REWARDS} loss",
     ),
     (
         "algorithm.kl.estimator",
