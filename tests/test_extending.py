@@ -151,7 +151,8 @@ def test_an_environment_outside_the_package_answers(recipe_file: Path) -> None:
         assert ("observation" in sample["segment_kinds"]) == ("A number, please." in sample["text"])
 
 
-def test_an_evaluation_of_ones_own_is_logged(recipe_file: Path) -> None:
+def test_an_evaluation_of_ones_own_is_logged(folder: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
     on_step = importlib.import_module("my_fork.capitals").on_step
     rows = train(recipe_file, {"train.num_steps": 3}, on_step=on_step).history
     assert [row["step"] for row in rows if 0 <= row.get("user/capitals", -1) <= 1] == [2]
