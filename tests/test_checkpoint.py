@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import make_recipe, open_run
+from tiny_run import assert_same_run, make_recipe, open_run, train
 from torch import nn
 
 from srtrl import ranks
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.evaluation.policy import resolve_eval_source
 from srtrl.features.critic import CRITIC_FOLDER, CRITIC_OPTIMIZER, ValueModel, save_value_model
 from srtrl.files import is_temporary, new_folder, temporary_beside
 from srtrl.metrics import read_metrics
@@ -239,3 +240,48 @@ def test_resume_with_another_recipe(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="--resume: these options cannot change within a run") as caught:
             check_run_folder(make_recipe(tmp_path / "policy", tmp_path, **changes), resume=True)
         assert re.search(rf"{tmp_path}/run/recipe\.yaml(:\d+)?: {re.escape(line)}", str(caught.value)), changes
+
+
+def test_the_best_evaluation_has_a_checkpoint_that_stays(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a run that is killed and resumed; the first of equal ones counts, and a resume from before forgets it."""
+    changes: dict[str, Any] = {
+        "train__keep_best": "eval/accuracy",
+        "train__keep_checkpoints": 1,
+        "eval__every_steps": 1,
+    }
+    recipes = {
+        name: make_recipe(policy, tmp_path / name, **changes, train__num_steps=6, train__checkpoint_every=3)
+        for name in ("whole", "killed")
+    }
+    accuracies = [0.9, 0.2, 0.5, 0.3, 0.7, 0.7, 0.1]  # before training, and after each step
+    killed_after = 99
+
+    def evaluated(context: Any, *_: Any, **__: Any) -> tuple[list[Any], dict[str, float]]:
+        if (step := context.turns.step) == killed_after:
+            raise KeyboardInterrupt
+        ends = {"eval/accuracy_low": 0.0, "eval/accuracy_high": 1.0}
+        return [], {"eval/accuracy": accuracies[step], **ends}
+
+    monkeypatch.setattr("srtrl.rollout.one_turn.OneTurn.begin_step", lambda turns, step: setattr(turns, "step", step))
+    monkeypatch.setattr("srtrl.trainer.trainer.evaluate", evaluated)
+
+    def kept(name: str) -> list[str]:
+        return [path.name[-1] for path in list_checkpoints(recipes[name].folder / "checkpoints")]
+
+    train(recipes["whole"])
+    assert kept("whole") == ["4", "6"]
+    folder = recipes["whole"].folder
+    assert resolve_eval_source(str(folder), best=True)[0] == str(folder / "checkpoints" / "step_000004")
+    for killed_after, expected in ((3, ["2"]), (5, ["4"])):
+        with pytest.raises(KeyboardInterrupt):
+            train(recipes["killed"], resume=killed_after > 3)
+        assert kept("killed") == expected
+    killed_after = 99
+    train(recipes["killed"], resume=True)
+    assert_same_run(recipes["killed"].folder, folder)
+    assert kept("killed") == ["4", "6"]
+    accuracies[5:] = [0.6, 0.8]
+    train(recipes["killed"], resume=True, from_step=4)
+    assert kept("killed") == ["6"], "the best is the newest"

@@ -136,6 +136,7 @@ NOT_IN_A_RECIPE = {
     "algorithm.advantage_options": "an advantage of one's own (docs/extending.md)",
     "algorithm.filter_options": "a filter of one's own (docs/extending.md)",
     "train.sharding": "several GPUs (docs/ranks.md)",
+    "train.keep_best": "needs evaluations during the run (docs/logging.md)",
     "train.attention": "stays until a GPU has run (docs/performance.md)",
     "train.max_logprob_difference": "what to raise for a policy that rounds more (docs/exactness.md)",
     "eval.before_and_after": "saves two evaluations (docs/evaluation.md)",

@@ -23,6 +23,7 @@ def command(
         Path | None, typer.Option(metavar="DIR", help="Folder of NAME.jsonl or .parquet, instead of the hub.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint that train.keep_best has kept.")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Write a row for each sample into this file.")
     ] = None,
@@ -49,6 +50,6 @@ def command(
     with open_ranks():
         opened = None if suite is None else open_suite(suite, only=only, data_dir=data_dir)
         model, recipes = run.find_recipes(
-            model_or_run, overrides or (), recipe=recipe, task=task, suite=opened, step=step
+            model_or_run, overrides or (), recipe=recipe, task=task, suite=opened, step=step, best=best
         )
         run.evaluate(model, recipes, suite=suite, output=output and output.absolute(), as_json=as_json)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from srtrl import build, build_models
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy
 from srtrl.run.machine import choose_device
 from srtrl.run.progress import describe_prompt
-from srtrl.run.steps import checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.run.steps import best_step, checkpoint_name, latest_checkpoint, list_checkpoints, step_of
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.grading import make_grader
@@ -29,31 +30,47 @@ from srtrl.types import RolloutGroup
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
-def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[str, Path | None]:
-    """The policy of `srtrl eval NAME`: a run's newest checkpoint, or that of `step`, and its recipe; or a model.
+def resolve_eval_source(model_or_run: str, *, step: int | None = None, best: bool = False) -> tuple[str, Path | None]:
+    """Policy and recipe of `srtrl eval NAME`: of a run its newest checkpoint, that of `step` or the best; or a model.
 
     Returns:
         The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
 
     Raises:
-        ValueError: the run has no checkpoint (of that step), or the policy in it is damaged, or `step` is given for a
-            model.
+        ValueError: the run has no checkpoint (of that step, or with the metric of `train.keep_best`), or the policy in
+            it is damaged, or `step` or `best` is given for a model, or both are.
     """
     folder = Path(model_or_run)
     recipe_path = folder / "recipe.yaml"
     if not recipe_path.is_file():
-        if step is not None:
-            raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
+        if step is not None or best:
+            option = "--best" if best else "--step"
+            raise ValueError(f"{option}: {model_or_run} is not a run folder (it has no recipe.yaml)")
         if folder.name.startswith("step_") and (folder / MANIFEST).is_file():  # the checkpoint of a run
             check_policy(folder)
         return model_or_run, None
     checkpoints = folder / "checkpoints"
+    if best:
+        step = _best_step(folder, step)
     chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
     if chosen is None or not chosen.is_dir():
         known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
         raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
     check_policy(chosen)
     return str(chosen), recipe_path
+
+
+def _best_step(run: Path, step: int | None) -> int:
+    """The step of the checkpoint that `train.keep_best` has kept; ValueError if there is none, or `step` is given."""
+    if step is not None:
+        raise ValueError("--step and --best: choose one")
+    metric = load_recipe(run / "recipe.yaml").train.keep_best
+    if metric is None:
+        raise ValueError(f"--best: {run} was trained without train.keep_best: choose a checkpoint with --step")
+    best = best_step(run, metric, set(map(step_of, list_checkpoints(run / "checkpoints"))))
+    if best is None:
+        raise ValueError(f"--best: {run} has no checkpoint of a step with {metric} yet")
+    return best
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -28,6 +28,7 @@ def find_recipes(
     task: str | None = None,
     suite: Suite | None = None,
     step: int | None = None,
+    best: bool = False,
 ) -> tuple[str, dict[str, Recipe]]:
     """The policy, and for each benchmark of the suite, or for the task, its name and the recipe of its evaluation.
 
@@ -37,7 +38,7 @@ def find_recipes(
     Raises:
         ValueError: a run without (this) checkpoint, a value that cannot be used, or neither a task nor a suite.
     """
-    model, run_recipe = resolve_eval_source(model_or_run, step=step)
+    model, run_recipe = resolve_eval_source(model_or_run, step=step, best=best)
     source = None
     if (path := recipe or run_recipe) is not None:
         source = read_source(path)

@@ -99,6 +99,11 @@ RULES: tuple[Rule, ...] = (
         "data.order that reads statistics do not have: give train.num_steps",
     ),
     (
+        "train.keep_best",
+        lambda r: r.train.keep_best is not None and r.eval.every_steps is None,
+        "needs evaluations to compare: set eval.every_steps",
+    ),
+    (
         "train.micro_batch_tokens",
         lambda r: r.train.micro_batch_tokens < _longest(r),
         "expected at least {rollout.max_prompt_tokens} + {rollout.max_new_tokens}, for one sequence of "

@@ -249,6 +249,8 @@ class TrainSection(Section):
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints kept; older ones are deleted after a newer one is complete."""
+    keep_best: Literal["eval/accuracy", "eval/solved_any", "eval/reward"] | None = None
+    """Also keep a checkpoint of the step where this is highest, in evaluations; `srtrl eval RUN --best` finds it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -218,8 +218,9 @@ def save_checkpoint(
     tensors: Mapping[str, Mapping[str, Tensor]],
     parts: Sequence[Part],
     keep: int,
+    best: int | None = None,
 ) -> Path:
-    """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
+    """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep` and that of `best`.
 
     Weights and `tensors` keep their dtype, so that loading gives the same bits. All ranks call this, with models that
     are whole. Each writes a part of `tensors`, and the main one all else.
@@ -230,6 +231,7 @@ def save_checkpoint(
         tensors: By the name of their folder: the state of each optimizer, and what else the ranks share.
         parts: All else, the policy among them (`PolicyFiles`).
         keep: Number of checkpoints that stay.
+        best: A step whose checkpoint stays, too.
 
     Raises:
         OSError: the disk is full or refuses, on any rank; earlier checkpoints are untouched.
@@ -246,7 +248,8 @@ def save_checkpoint(
             _write_manifest(temporary, folder.parent / "metrics.jsonl")
     if ranks.is_main():
         for old in list_checkpoints(folder)[:-keep]:
-            delete(old)
+            if step_of(old) != best:
+                delete(old)
     return final
 
 

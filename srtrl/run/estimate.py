@@ -73,7 +73,7 @@ def describe_cost(recipe: Recipe, num_threads: int | None) -> list[str]:
     seconds, condition = step_seconds(recipe, num_parameters, num_threads), _condition(recipe)
     device = "one H200" if num_threads is None else f"{_threads(num_threads)} of a CPU"
     download = "nothing" if is_local(path) else f"{2 * num_parameters / 1e9:.2g} GB"
-    kept = min(train.keep_checkpoints, -(-train.num_steps // train.checkpoint_every))
+    kept = min(train.keep_checkpoints + (train.keep_best is not None), -(-train.num_steps // train.checkpoint_every))
     size = kept * checkpoint_bytes(recipe, num_parameters) / 1e9
     return [
         f"time: about {_duration(seconds)} per step, {_duration(train.num_steps * seconds)} in all, {condition} "

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from srtrl.metrics import read_metrics
+
 
 def checkpoint_name(step: int) -> str:
     """Folder name of the checkpoint of `step`."""
@@ -20,6 +22,13 @@ def step_of(path: Path) -> int:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a `checkpoints` folder, or None."""
     return next(reversed(list_checkpoints(folder)), None)
+
+
+def best_step(run: Path, metric: str, steps: set[int]) -> int | None:
+    """The first of these steps of a run where a metric is highest; None where none of them has logged it."""
+    rows = read_metrics(run / "metrics.jsonl")
+    values = {int(row["step"]): row[metric] for row in rows if metric in row and row["step"] in steps}
+    return max(values, key=values.__getitem__, default=None)
 
 
 def numbered(folder: Path, suffix: str = "") -> list[Path]:

@@ -158,6 +158,8 @@ def _check_judges(task: TaskBase | type[TaskBase], recipe: Recipe) -> None:
         for index, name in enumerate(recipe.algorithm.filters)
         if name == "drop_all_right_or_wrong"
     ]
+    if recipe.train.keep_best in ("eval/accuracy", "eval/solved_any"):
+        problems.append(Problem("train.keep_best", f"{recipe.train.keep_best} {reason}: expected eval/reward"))
     if problems:
         raise RecipeError(*problems)
 

@@ -35,6 +35,7 @@ from srtrl.run.step_metrics import (
     time_metrics,
     update_flops,
 )
+from srtrl.run.steps import best_step, list_checkpoints, step_of
 from srtrl.run.trackers import log_samples, start_trackers
 from srtrl.trainer.credit import Credit, CreditAssigner, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
@@ -277,11 +278,13 @@ class Trainer:
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """`eval/...` metrics where `eval` asks for them after this step, else nothing."""
-        section = self.recipe.eval
+        return self.evaluate() if self.is_evaluated(step) else {}
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether `eval` asks for an evaluation after this step."""
+        every = self.recipe.eval.every_steps
         is_last = self.evaluates_ends and step == self.recipe.train.num_steps
-        if not is_last and (section.every_steps is None or step % section.every_steps != 0):
-            return {}
-        return self.evaluate()
+        return is_last or (every is not None and step % every == 0)
 
     def evaluate(self) -> dict[str, float]:
         """`eval/...` metrics of the policy as it is: held-out accuracy (without a verifier: reward)."""
@@ -341,10 +344,11 @@ class Trainer:
             )
 
     def checkpoint_if_due(self) -> None:
-        """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""
+        """Write a checkpoint where the recipe wants one, of the best step, of the last, and when the run is to end."""
         train = self.recipe.train
-        is_last = self.step == train.num_steps or self.is_stopping
-        if not is_last and self.step % train.checkpoint_every != 0:
+        is_due = self.step % train.checkpoint_every == 0 or self.step == train.num_steps or self.is_stopping
+        best = self._best_step() if is_due or self.is_evaluated(self.step) else None
+        if not is_due and self.step != best:
             return
         self.progress.stage("checkpoint")
         parts, learners = self.parts.checkpointed, self.parts.learners
@@ -353,10 +357,22 @@ class Trainer:
             for learner in learners:
                 stack.enter_context(learner.whole())
             save_checkpoint(
-                self.run.checkpoints, self.state(), tensors=tensors, parts=parts, keep=train.keep_checkpoints
+                self.run.checkpoints,
+                self.state(),
+                tensors=tensors,
+                parts=parts,
+                keep=train.keep_checkpoints,
+                best=best,
             )
         if ranks.is_main():
             self.run.drop_observations()
+
+    def _best_step(self) -> int | None:
+        """By `train.keep_best`: the best of this step and those with a checkpoint."""
+        if (metric := self.recipe.train.keep_best) is None:
+            return None
+        kept = {self.step, *map(step_of, list_checkpoints(self.run.checkpoints))} if ranks.is_main() else set()
+        return ranks.on_main(lambda: best_step(self.run.path, metric, kept), "the best step")
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""
