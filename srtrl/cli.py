@@ -277,7 +277,7 @@ def show_config(
 
 
 def print_fields() -> None:
-    """Print every field of a recipe, with the options of each task and drafter (the block in docs/recipe.md)."""
+    """Print every field of a recipe, with the options of each task and drafter."""
     from srtrl.recipe.fields import describe_fields
     from srtrl.resolve import list_modules, resolve_class
 
