@@ -125,7 +125,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises where there are no problems for it
-        models = load_models(recipe, checkpoint, device)
+        models = load_models(recipe, checkpoint, device, tokenizer)
         uses_first = recipe.model.lora is not None or models.reference is not None
         model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=uses_first)
     unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting

@@ -24,6 +24,8 @@ from srtrl.run.repeatable import fix_workspace
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from srtrl.model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,7 +43,9 @@ class Models(NamedTuple):
     critic: Critic | None
 
 
-def load_models(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Models:
+def load_models(
+    recipe: Recipe, checkpoint: Path | None, device: torch.device, tokenizer: PreTrainedTokenizerBase
+) -> Models:
     """Load the models that the recipe asks for, with the weights of a checkpoint if there is one.
 
     Raises:
@@ -58,7 +62,7 @@ def load_models(recipe: Recipe, checkpoint: Path | None, device: torch.device) -
         policy=policy,
         optimizer=make_policy_optimizer(policy, recipe),
         reference=build_reference(recipe, policy, device),
-        teacher=build_teacher(recipe, device),
+        teacher=build_teacher(recipe, device, tokenizer),
         draft_head=build_draft_head(recipe, policy),
         critic=build_critic(recipe, checkpoint, device),
     )
@@ -151,7 +155,7 @@ def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -
     return reference
 
 
-def build_teacher(recipe: Recipe, device: torch.device) -> Transformer | None:
+def build_teacher(recipe: Recipe, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Transformer | None:
     """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one.
 
     Raises:
@@ -160,7 +164,7 @@ def build_teacher(recipe: Recipe, device: torch.device) -> Transformer | None:
     section = recipe.algorithm.teacher
     if section is None:
         return None
-    check_vocabulary(load_tokenizer(recipe.model.tokenizer or recipe.model.path), load_tokenizer(section.path))
+    check_vocabulary(tokenizer, load_tokenizer(section.path))
     teacher = build_policy(recipe, section.path, device).requires_grad_(False)
     check_packed_attention(device, DTYPES[recipe.model.dtype], teacher.config.head_dim)
     check_scores(teacher)

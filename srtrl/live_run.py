@@ -108,7 +108,7 @@ def with_live_run(on_step: Callable[..., Any]) -> OnStep:
 
 
 def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """Whether a function can be called with so many arguments."""
+    """Whether a function can be called with `num_arguments` arguments."""
     signature = inspect.signature(function)
     try:
         signature.bind(*range(num_arguments))

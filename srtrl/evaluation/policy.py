@@ -19,7 +19,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import MANIFEST, check_policy
 from srtrl.run.machine import choose_device
 from srtrl.run.progress import describe_prompt
-from srtrl.run.steps import best_step, checkpoint_name, latest_checkpoint, list_checkpoints, step_of
+from srtrl.run.steps import best_step, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.grading import make_grader
@@ -67,7 +67,7 @@ def _best_step(run: Path, step: int | None) -> int:
     metric = load_recipe(run / "recipe.yaml").train.keep_best
     if metric is None:
         raise ValueError(f"--best: {run} was trained without train.keep_best: choose a checkpoint with --step")
-    best = best_step(run, metric, set(map(step_of, list_checkpoints(run / "checkpoints"))))
+    best = best_step(run, metric)
     if best is None:
         raise ValueError(f"--best: {run} has no checkpoint of a step with {metric} yet")
     return best

@@ -63,7 +63,7 @@ class _Family(NamedTuple):
     """Whether each layer has a rotary embedding."""
     can_rotate_partly: bool = False
     has_alpha: bool = False
-    """Whether a rotary embedding with `alpha` has a larger base, whatever its type."""
+    """Whether a rotary embedding with `alpha` has a larger base, of every type."""
     plain: Mapping[str, tuple[Any, ...]] = _PLAIN
 
 

@@ -38,7 +38,7 @@ THREAD = Speed(5e10, 1e10, 0.0)
 
 
 def step_seconds(recipe: Recipe, num_parameters: int, num_threads: int | None) -> float:
-    """Seconds of a training step of a model with so many parameters, on threads of a CPU or (None) on a GPU."""
+    """Seconds of a training step of a model with `num_parameters`, on threads of a CPU or (None) on a GPU."""
     rollout, is_half = recipe.rollout, recipe.model.dtype == "bfloat16"
     speed = GPU[recipe.model.dtype] if num_threads is None else THREAD
     num_samples = rollout.num_prompts * rollout.num_samples

@@ -24,8 +24,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(folder)), None)
 
 
-def best_step(run: Path, metric: str, steps: set[int]) -> int | None:
-    """The first of these steps of a run where a metric is highest; None where none of them has logged it."""
+def best_step(run: Path, metric: str, *others: int) -> int | None:
+    """The first of a run's steps with a checkpoint, and `others`, where a metric is highest; None if none logged it."""
+    steps = {*map(step_of, list_checkpoints(run / "checkpoints")), *others}
     rows = read_metrics(run / "metrics.jsonl")
     values = {int(row["step"]): row[metric] for row in rows if metric in row and row["step"] in steps}
     return max(values, key=values.__getitem__, default=None)

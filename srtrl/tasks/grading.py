@@ -151,7 +151,7 @@ class Grader:
             finish_reason: Why it ended.
             num_tokens: Its length, the end token included.
             environment_reward: The sum of the rewards of the sample's environment.
-            num_turns: OneTurn of the policy.
+            num_turns: Turns of the policy.
         """
         sample = RewardInput(
             prompt=prompt,

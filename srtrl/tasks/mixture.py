@@ -81,7 +81,7 @@ class MixedOrder(Order):
         return self._starts[task] + self._orders[task].prompt_of(place)
 
     def epochs(self, num_draws: int) -> dict[str, float]:
-        """`data/epoch` of all prompts after so many draws, and that of each task."""
+        """`data/epoch` of all prompts after `num_draws` draws, and that of each task."""
         counts = Counter(self.place_of(draw)[0] for draw in range(num_draws))
         orders = zip(self._labels, self._orders, strict=True)
         own = {f"data/epoch/{label}": counts[task] / order.num_prompts for task, (label, order) in enumerate(orders)}

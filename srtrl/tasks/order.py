@@ -19,7 +19,7 @@ class Order:
         raise NotImplementedError
 
     def epochs(self, num_draws: int) -> dict[str, float]:
-        """The metrics `data/epoch...` after so many draws."""
+        """The metrics `data/epoch...` after `num_draws` draws."""
         raise NotImplementedError
 
     def observe(self, groups: Sequence[RolloutGroup], num_draws: int) -> None:
@@ -59,5 +59,5 @@ class DataOrder(Order):
         return int(self._permutation[place])
 
     def epochs(self, num_draws: int) -> dict[str, float]:
-        """The metric `data/epoch` after so many draws."""
+        """The metric `data/epoch` after `num_draws` draws."""
         return {"data/epoch": num_draws / self.num_prompts}

@@ -35,7 +35,7 @@ from srtrl.run.step_metrics import (
     time_metrics,
     update_flops,
 )
-from srtrl.run.steps import best_step, list_checkpoints, step_of
+from srtrl.run.steps import best_step
 from srtrl.run.trackers import log_samples, start_trackers
 from srtrl.trainer.credit import Credit, CreditAssigner, train_sequences
 from srtrl.trainer.evaluate import evaluate, training_evals
@@ -371,8 +371,7 @@ class Trainer:
         """By `train.keep_best`: the best of this step and those with a checkpoint."""
         if (metric := self.recipe.train.keep_best) is None:
             return None
-        kept = {self.step, *map(step_of, list_checkpoints(self.run.checkpoints))} if ranks.is_main() else set()
-        return ranks.on_main(lambda: best_step(self.run.path, metric, kept), "the best step")
+        return ranks.on_main(lambda: best_step(self.run.path, metric, self.step), "the best step")
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""
