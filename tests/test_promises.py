@@ -283,7 +283,7 @@ def test_settings_that_change_nothing(
     if disturbance == "few pages":
         assert sum(row["engine/preemptions"] for row in rows) > 0
     if disturbance in ("history alone", "no drafts"):
-        assert {row["engine/background_rows"] for row in rows} == {0}
+        assert {row["engine/run_ahead_rows"] for row in rows} == {0}
     if disturbance == "no drafts":
         assert {row["engine/tokens_per_decode_step"] for row in rows} == {1}
         said = [describe_step(rows[-1]), *chain(*run_figures(rows).items())]

@@ -194,7 +194,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     assert not [name for row in truth.metrics for name in row if "rank" in name]
     if case.steps_ahead:  # who is idle takes what waits for a slow rank, and then runs ahead
         assert found[0].metrics[0]["engine/rank_claims"] == case.num_draws * case.num_samples / 2 - case.slots
-        assert found[0].metrics[0]["engine/background_tokens"] >= case.steps_ahead
+        assert found[0].metrics[0]["engine/run_ahead_tokens"] >= case.steps_ahead
 
 
 def follow() -> dict[str, float]:
