@@ -252,7 +252,7 @@ def test_a_head_that_diverges_stops_the_run_and_names_its_options(policy: Path, 
 
 
 def test_gradient_is_that_of_plain_cross_entropy() -> None:
-    """Of each second token, to the next tokens of the same turn; and none of the policy's weights."""
+    """Each second token learns the next tokens of the same turn; the policy's weights get no gradient."""
     policy = update_cases.make_policy()
     recipe = update_cases.make_recipe(rollout__draft_head={"k": 3})
     learner = build_draft_head(recipe, policy)

@@ -1,4 +1,4 @@
-"""What one plain training step and one decode step run: how much there is to read. `pytest -s` prints the functions."""
+"""Functions of one plain training step and one decode step: how much there is to read. `pytest -s` prints them."""
 
 import ast
 import inspect
@@ -35,7 +35,7 @@ class Walk:
     """For `sys.setprofile`: the code of the package that is entered inside one call of a function, in order."""
 
     def __init__(self, within: str, number: int) -> None:
-        """Of the `number`-th call, from 1, of the function with the qualified name `within`."""
+        """Walk of the `number`-th call, from 1, of the function with the qualified name `within`."""
         self.within, self.number = within, number
         self.entered: list[CodeType] = []
         self._call: FrameType | None = None

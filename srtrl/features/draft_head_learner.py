@@ -27,9 +27,9 @@ from srtrl.trainer.passes import NonFiniteError, sum_gradients
 from srtrl.types import TrainSequence
 
 MAX_TOKENS = 16384
-"""Kept of a mini-batch by each rank: at most 0.3 GB with a width of 4,096 in bfloat16."""
+"""Tokens of a mini-batch that each rank keeps: at most 0.3 GB with a width of 4,096 in bfloat16."""
 NUM_STEPS = 32
-"""Of the head's optimizer, for one of the policy's: the head begins with nothing. See docs/LOG.md."""
+"""Steps of the head's optimizer per step of the policy's: the head begins with nothing. See docs/LOG.md."""
 STRIDE = 2
 """It is unrolled from one token in this many."""
 NUM_TARGETS = 256
@@ -41,7 +41,7 @@ MAX_GRAD_NORM = 1.0
 
 
 class Texts(NamedTuple):
-    """What the head learns from: R response tokens, and what the policy says of them. Nothing is differentiable."""
+    """Training data of the head: R response tokens, and the policy's outputs for them. Nothing is differentiable."""
 
     hidden: Tensor
     """[R, D], the final hidden states that they were sampled from."""
