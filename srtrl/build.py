@@ -40,7 +40,7 @@ from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import STATIC_ORDERS, Recipe
 from srtrl.rollout.one_rank import OneRank
 from srtrl.rollout.one_turn import OneTurn
-from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
+from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_models, digest_prompts
 from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
@@ -126,8 +126,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
         training_evals(task, recipe)  # raises if there are no problems for it
         models = load_models(recipe, checkpoint, device, tokenizer)
-        uses_first = recipe.model.lora is not None or models.reference is not None
-        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=uses_first)
+        model_sha256, teacher_sha256 = digest_models(recipe, checkpoint)
     unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         observers = [] if models.draft_head is None else [models.draft_head]
@@ -154,6 +153,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             saved=[PolicyFiles(model=models.policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
+            teacher_sha256=teacher_sha256,
             flags=flags,
             checkpoint=checkpoint,
             changes=changes,

@@ -428,6 +428,14 @@ class Recipe(Section):
         return max(num_draws * self.rollout.num_samples, (self.eval.num_problems or inf) * self.eval.num_samples)
 
     @property
+    def model_paths(self) -> dict[str, str]:
+        """Options that name a model or a tokenizer, and are set: a folder, or a name on the hub."""
+        teacher = self.algorithm.teacher
+        paths = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer}
+        paths["algorithm.teacher.path"] = None if teacher is None else teacher.path
+        return {option: path for option, path in paths.items() if path is not None}
+
+    @property
     def importance_mode(self) -> str:
         """The mode of the importance weights, `none` for no weights."""
         algorithm = self.algorithm

@@ -79,7 +79,9 @@ class Parts:
     prompts_sha256: str
     """See `digest_prompts`."""
     model_sha256: str
-    """See `digest_model`."""
+    """See `digest_models`."""
+    teacher_sha256: str
+    """See `digest_models`."""
     flags: StartFlags
     """How the run begins."""
     checkpoint: Path | None
@@ -207,6 +209,7 @@ class Trainer:
             num_draws=self.parts.sampler.num_draws,
             prompts_sha256=self.parts.prompts_sha256,
             model_sha256=self.parts.model_sha256,
+            teacher_sha256=self.parts.teacher_sha256,
         )
 
     def restore(self, checkpoint: Path) -> None:
