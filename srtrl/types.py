@@ -7,6 +7,7 @@ H query heads, K key-value heads, E width of one head.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import fsum
 from typing import Any, Literal
 
 import numpy as np
@@ -206,6 +207,8 @@ class Grade:
     outcome: GradeOutcome
     detail: str = ""
     """For failures: what happened (shown in the log)."""
+    token_rewards: tuple[float, ...] | None = None
+    """[R], the weighted sum on each sampled token; None where each reward is one number: then all is on the last."""
 
     @property
     def is_graded(self) -> bool:
@@ -222,6 +225,20 @@ def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tupl
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class SampledTurn:
+    """One turn of the policy, as rewards see it."""
+
+    text: str
+    """Without special tokens."""
+    tokens: slice
+    """Place of its tokens among the sampled tokens of the sample."""
+    observations: tuple[str, ...] = ()
+    """Texts of the environment that follow it."""
+    reward: float = 0.0
+    """The reward of the environment's step; NaN where it exceeded its time limit."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Conversation:
     """The turns of a sample."""
 
@@ -235,8 +252,8 @@ class Conversation:
     environment's own."""
     outcomes: tuple[str, ...] = ()
     """End of each call: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or a name of the environment."""
-    reward: float = 0.0
-    """Sum of the rewards of the environment's steps; NaN if it exceeded its time limit."""
+    rewards: tuple[float, ...] = ()
+    """The reward of the environment's step for each turn; NaN if it exceeded its time limit."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Metrics of the environment's steps."""
     tool_seconds: tuple[float, ...] = ()
@@ -248,6 +265,25 @@ class Conversation:
     def policy_text(self) -> str:
         """The policy's turns, each on a line: the output of a tool is no answer of the policy."""
         return "\n".join(text for (kind, _), text in zip(self.segments, self.texts, strict=True) if kind == "model")
+
+    @property
+    def reward(self) -> float:
+        """Sum of the rewards of the environment's steps."""
+        return fsum(self.rewards)
+
+    @property
+    def turns(self) -> tuple[SampledTurn, ...]:
+        """The policy's turns, each with what the environment answered."""
+        turns: list[SampledTurn] = []
+        start = 0
+        for (kind, length), text in zip(self.segments, self.texts, strict=True):
+            if kind == "model":
+                tokens, reward = slice(start, start + length), self.rewards[len(turns)]
+                turns.append(SampledTurn(text=text, tokens=tokens, reward=reward))
+                start += length
+            elif kind == "observation":
+                turns[-1] = replace(turns[-1], observations=(*turns[-1].observations, text))
+        return tuple(turns)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

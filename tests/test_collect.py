@@ -97,7 +97,7 @@ class FakeGrader:
         if waiting:
             self.pending[self.random.choice(waiting)] = -1
 
-    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]]) -> list[Grade]:
+    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]], *_: object) -> list[Grade]:
         assert len(tickets) == len(keys)
         return self.collect(tickets)
 

@@ -320,7 +320,7 @@ class EnvironmentTurns(OneTurn):
         is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
         sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
-        sample.reward += step.reward
+        sample.rewards.append(step.reward)
         sample.metrics += step.metrics.items()
         if pending.seconds is not None:
             sample.seconds.append(pending.seconds)
@@ -369,13 +369,15 @@ class EnvironmentTurns(OneTurn):
         self._close(sample)
         del self._samples[key_of(completion)]
         self._num_samples["raised" in sample.outcomes] += 1
+        if stop_reason == "time" and "time" in sample.outcomes:
+            sample.rewards[-1] = math.nan
         return Conversation(
             segments=tuple(sample.segments),
             num_turns=len(completion.response.extensions) + 1,
             num_void_turns=sample.num_void_turns,
             stop_reason=stop_reason,
             outcomes=tuple(sample.outcomes),
-            reward=math.nan if stop_reason == "time" and "time" in sample.outcomes else sample.reward,
+            rewards=tuple(sample.rewards),
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
             texts=tuple(

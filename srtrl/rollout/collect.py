@@ -239,13 +239,15 @@ class Collector:
         assert response.finish_reason is not None
         draw = self._draws[request.draw_index]
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
+        token_ids = response.token_ids[response.sampled].tolist()
         ticket = self.grader.submit(
             draw.prompt,
             conversation.policy_text if conversation else answer.text,
             response.finish_reason,
-            len(response.sampled),
-            environment_reward=conversation.reward if conversation else 0.0,
-            num_turns=conversation.num_turns if conversation else 1,
+            len(token_ids),
+            token_ids=token_ids,
+            turns=conversation.turns if conversation else (),
+            texts_of=self.turns.texts_of,
         )
         draw.samples[request.sample_index] = _Sample(ticket, response, answer.text, conversation)
 
@@ -290,7 +292,10 @@ class Collector:
             (number, index): sample for number, draw in draws.items() for index, sample in sorted(draw.samples.items())
         }
         tickets = [sample.ticket for sample in samples.values()]
-        grades = self.grader.collect_on_ranks(tickets, list(samples)) if are_shared else self.grader.collect(tickets)
+        if are_shared:
+            grades = self.grader.collect_on_ranks(tickets, list(samples), self.turns.texts_of)
+        else:
+            grades = self.grader.collect(tickets)
         return [
             Rollout(
                 prompt=draws[draw_index].prompt,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.stopping import cut_at_stop_string, decode
+from srtrl.engine.stopping import cut_at_stop_string, decode, token_texts
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class OneTurn:
     def futures(self) -> Sequence[Future[Any]]:
         """The answers that are still to come."""
         return []
+
+    def texts_of(self, sample: RewardInput) -> list[str]:
+        """The text of each sampled token, by turns; of any sample of the tokenizer's tokens."""
+        return [text for turn in sample.turns for text in token_texts(self.tokenizer, sample.token_ids[turn.tokens])]
 
     def tokenise_solution(self, text: str) -> Segments:
         """The segments of a worked solution, without an end token, as in a rollout whose policy sampled them."""

@@ -25,15 +25,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_input import RewardInput, characters
 from srtrl.tasks.worker import (
     MEMORY_EXIT_CODE,
     MEMORY_LIMIT_BYTES,
     READY,
+    TOKEN_TEXTS,
     Failure,
     Graded,
     IsolatedFunctions,
-    check_reward,
+    check_rewards,
 )
 
 WALL_SECONDS_PER_CPU_SECOND = 20
@@ -44,8 +45,8 @@ PROGRAM = "import sys; sys.path[:] = {path}; from srtrl.tasks.worker import serv
 """Program of a grading worker. It does not import the running program, as multiprocessing would: that may train."""
 BLOCK_BYTES = 1 << 16
 """Maximum number of bytes per read."""
-MAX_REPLY_BYTES = 1 << 16
-"""Longest line that is read from a grading worker."""
+MAX_REPLY_BYTES = 1 << 24
+"""Longest line that is read from a grading worker: it may have a number for each token."""
 
 
 class Worker:
@@ -187,7 +188,10 @@ class GradingWorker(Worker):
             self._start()
         number, seconds = secrets.randbits(63), WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
         try:
-            verdict = self._read(self.exchange(pickle.dumps((number, sample)), seconds), number, sample)
+            reply = self.exchange(pickle.dumps((number, replace(sample, texts_of=characters))), seconds)
+            if reply == TOKEN_TEXTS:
+                reply = self.exchange(pickle.dumps(sample.token_texts), seconds)
+            verdict = self._read(reply, number, sample)
             if self.receive(seconds) != READY:
                 raise ValueError("it sent more than that")
         except TimeoutError:
@@ -215,7 +219,7 @@ class GradingWorker(Worker):
                     correct = sample.correct
                 return Graded(
                     correct=correct,
-                    parts={name: check_reward(name, parts.get(name)) for name, _ in self._functions.rewards},
+                    parts={name: check_rewards(name, parts.get(name), sample) for name, _ in self._functions.rewards},
                 )
         raise ValueError("it sent something else, or the reply to another request")
 

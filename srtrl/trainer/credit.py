@@ -130,9 +130,12 @@ class CreditAssigner:
         assert len(rollouts) == len(sequences), "one sequence for each rollout"
         lengths = [len(sequence.rollout_logprobs) for sequence in sequences]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, L], true at each response token
-        rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders' on each response's last token
+        rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders'
         for row, length, rollout in zip(rewards, lengths, rollouts, strict=True):
-            row[length - 1] = rollout.grade.reward
+            if self._is_token_level and (on_tokens := rollout.grade.token_rewards) is not None:
+                row[:length] = torch.tensor(on_tokens, dtype=torch.float64)
+            else:
+                row[length - 1] = rollout.grade.reward
         metrics: dict[str, float] = {}
         if self._penalty > 0:
             penalty = self._penalty * _padded(self._kl_estimates(sequences), mask)  # [B, L]
