@@ -8,7 +8,7 @@ compute; `weights.py` splits and merges them. Numerics (float32 rotary table and
 Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pass, packed or of a decode step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -285,6 +285,35 @@ class Layer(nn.Module):
         return torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm)), dim=1).view(qk.shape)
 
 
+class LayerStates:
+    """The residual stream after some of the layers, for what reads more of a forward pass than its last hidden states.
+
+    Made for one pass, which fills it.
+    """
+
+    def __init__(self, numbers: Sequence[int], out: Tensor | None = None) -> None:
+        """Keep the stream after each of these `numbers` of layers (0: the embedding), side by side.
+
+        `out` [T, len(numbers) D]: copies go there; by default it is the tensors of the pass, with their gradients.
+        """
+        self._numbers, self._out = tuple(numbers), out
+        self._parts: dict[int, Tensor] = {}
+
+    def put(self, number: int, hidden: Tensor) -> None:
+        """Take the residual stream [T, D] after `number` layers, if it is wanted."""
+        if number not in self._numbers:
+            return
+        if self._out is None:
+            self._parts[number] = hidden
+        else:
+            self._out.chunk(len(self._numbers), dim=-1)[self._numbers.index(number)].copy_(hidden)
+
+    @property
+    def joined(self) -> Tensor:
+        """The streams side by side, in the order of the numbers, [T, len(numbers) D]."""
+        return torch.cat([self._parts[number] for number in self._numbers], dim=-1) if self._out is None else self._out
+
+
 class Transformer(nn.Module):
     """Decoder-only language model; its weights are uninitialised until `load_model` or `init_model` fills them."""
 
@@ -322,12 +351,17 @@ class Transformer(nn.Module):
         """Matrix from hidden states to logits, [V, D]; the embedding where the heads are tied."""
         return self.embedding if self.head is None else self.head
 
-    def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says."""
+    def forward(self, token_ids: Tensor, plan: AttentionPlan, states: LayerStates | None = None) -> Tensor:
+        """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says.
+
+        `states` gets what the layers before it give, as far as it wants them.
+        """
         hidden = self.embed(token_ids)
         rotations = [table.rows(plan.positions, plan.num_positions, hidden.dtype) for table in self.rotary]
         mode = self.gradient_checkpointing if torch.is_grad_enabled() else False
         for index, layer in enumerate(self.layers):
+            if states is not None:
+                states.put(index, hidden)
             cosines, sines = rotations[self.layer_rotary[index]]
             if mode is True or (mode == "half" and index % 2 == 0):  # no random state is kept: nothing draws from it
                 hidden = checkpoint(
@@ -335,6 +369,8 @@ class Transformer(nn.Module):
                 )
             else:
                 hidden = layer(hidden, cosines, sines, plan, index)
+        if states is not None:
+            states.put(len(self.layers), hidden)
         hidden = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps, self.config.style)
         scale = self.config.style.logit_scale  # here, so that everything that makes logits of them has it
         return hidden if scale == 1 else hidden * scale
