@@ -169,7 +169,7 @@ def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCa
     Beside the hidden states is the residual stream after 0 layers and after all.
     """
     config = model.config
-    numbers = (config.num_hidden_layers, 0)
+    numbers = (config.num_hidden_layers, 0, 0)
     num_kv_heads = config.num_key_value_heads
     fused_cache, eager_cache = (
         make_cache(step.num_pages, 4, num_kv_heads, config.head_dim, model.dtype, num_layers=config.num_hidden_layers)
@@ -185,7 +185,7 @@ def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCa
         num_splits=1,
         scratch=AttentionScratch(config.head_dim, KERNEL_DEVICE),
         out=out,
-        states=(copies := LayerStates(numbers, out.new_zeros(len(out), 2 * config.hidden_size))),
+        states=(copies := LayerStates(numbers, out.new_zeros(len(out), 3 * config.hidden_size))),
     )
     assert out.isfinite().all(), "padding rows must not spoil anything"
     with torch.inference_mode():
@@ -203,7 +203,7 @@ def check_hidden_states(model: Transformer) -> None:
     """
     (hidden, cache), (expected, eager_cache) = forward_both(model, step_of())
     assert float(expected.float().std()) > 0.1
-    parts = zip(hidden.chunk(3, dim=-1), expected.chunk(3, dim=-1), strict=True)
+    parts = zip(hidden.chunk(4, dim=-1), expected.chunk(4, dim=-1), strict=True)
     pairs = (*parts, (cache.key_pages, eager_cache.key_pages), (cache.value_pages, eager_cache.value_pages))
     for found, right in pairs:
         share = float((found - right).float().pow(2).mean().sqrt() / right.float().std())

@@ -210,8 +210,15 @@ class Layer(nn.Module):
     """One decoder layer: attention and gated MLP, each with norms before it, after it or both, and added."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, window: int | None = None
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+        *,
+        input_width: int | None = None,
     ) -> None:
+        """A layer with uninitialised weights; attention reads `input_width` numbers of a token, by default D."""
         super().__init__()
         self.window = window
         self.gated: Callable[[Tensor, Style], Tensor] = gated
@@ -236,7 +243,7 @@ class Layer(nn.Module):
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norm_widths = (q_width, kv_width) if style.qk_norm == "projection" else (self.head_dim, self.head_dim)
         self.attention_norm = vector(width) if has_norms_before else None
-        self.qkv_proj = linear(width, q_width + 2 * kv_width, config.qkv_bias)
+        self.qkv_proj = linear(input_width or width, q_width + 2 * kv_width, config.qkv_bias)
         self.q_norm = vector(norm_widths[0]) if style.qk_norm != "none" else None
         self.k_norm = vector(norm_widths[1]) if style.qk_norm != "none" else None
         self.o_proj = linear(q_width, width, config.output_bias)
@@ -248,7 +255,13 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
         """One layer of the residual stream: [T, D] -> [T, D]."""
-        q, k, v = self._attention_inputs(self._normed(hidden, self.attention_norm), cosines, sines)
+        return self.attend(self._normed(hidden, self.attention_norm), hidden, cosines, sines, plan, layer)
+
+    def attend(
+        self, inputs: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int
+    ) -> Tensor:
+        """Add the attention of `inputs`, which its projections read, and the MLP to the residual stream [T, D]."""
+        q, k, v = self.project(inputs, cosines, sines)
         attended = self.o_proj(plan.attend(layer, q, k, v, self.window).flatten(1))
         hidden = hidden + self._update(attended, self.attention_out_norm)
         gate_up = self.gate_up_proj(self._normed(hidden, self.mlp_norm))
@@ -262,7 +275,7 @@ class Layer(nn.Module):
         update, scale = self._normed(output, weight), self.style.residual_scale
         return update if scale == 1 else update * scale
 
-    def _attention_inputs(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [T, H, E], rotated keys [T, K, E] and values [T, K, E] of `hidden` [T, D]."""
         num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, E]
@@ -301,12 +314,12 @@ class LayerStates:
 
     def put(self, number: int, hidden: Tensor) -> None:
         """Take the residual stream [T, D] after `number` layers, if it is wanted."""
-        if number not in self._numbers:
-            return
         if self._out is None:
             self._parts[number] = hidden
-        else:
-            self._out.chunk(len(self._numbers), dim=-1)[self._numbers.index(number)].copy_(hidden)
+            return
+        for place, part in zip(self._numbers, self._out.chunk(len(self._numbers), dim=-1), strict=True):
+            if place == number:
+                part.copy_(hidden)
 
     @property
     def joined(self) -> Tensor:
