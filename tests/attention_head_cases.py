@@ -91,7 +91,6 @@ class Reference:
             name.replace("midlayer.", "").replace("layers.0.", ""): tensor.double() for name, tensor in tensors.items()
         }
         self.policy = policy
-        self.embedding = self.weights.get("embed_tokens.weight", policy.embedding.detach().double())
 
     def logits(self, tokens: list[int], k: int, choose: Callable[[int, Tensor], int]) -> list[Tensor]:
         """Logits [L] of each of `k` guesses after `tokens`; `choose` gets a depth and them, and returns a token."""
@@ -118,8 +117,9 @@ class Reference:
 
     def _outputs(self, states: Tensor, after: Tensor) -> Tensor:
         """Outputs of the layer for all entries, [N, D]."""
+        embedding = self.weights.get("embed_tokens.weight", self.policy.embedding.detach().double())
         normed = self._norm(states, "hidden_norm")
-        inputs = torch.cat((self._norm(self.embedding[after], "input_layernorm"), normed), dim=-1)
+        inputs = torch.cat((self._norm(embedding[after], "input_layernorm"), normed), dim=-1)
         hidden = normed if self.config.get("norm_before_residual") else states
         hidden = hidden + self._attention(inputs)
         inputs = self._norm(hidden, "post_attention_layernorm")
