@@ -66,7 +66,7 @@ def make_step(
         temperatures=np.zeros(num_tables, np.float32),
     )
     prefill = [
-        PrefillChunk(random.integers(61, size=count).astype(np.int32), start, page_table[table])
+        PrefillChunk(random.integers(61, size=count).astype(np.int32), start, page_table[table], 0)
         for table, (start, count) in enumerate(chunks, len(contexts))
     ]
     fill_inputs(inputs, batch, np.arange(len(contexts)), trees, prefill, page_size)

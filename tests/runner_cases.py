@@ -119,7 +119,7 @@ def prefill(runner: Runner, batch: Batch, slots: Int64Array, chunk_tokens: int) 
             start = int(batch.num_computed[slot])
             end = min(start + chunk_tokens, int(batch.num_tokens[slot]) - 1)
             if end > start:
-                chunks.append(PrefillChunk(batch.token_ids[slot, start:end], start, batch.pages(slot)))
+                chunks.append(PrefillChunk(batch.token_ids[slot, start:end], start, batch.pages(slot), 0))
                 batch.num_computed[slot] = end
         if not chunks:
             return
@@ -190,7 +190,7 @@ class Samples:
 
     def chunk(self, slot: int, start: int, end: int) -> PrefillChunk:
         """Part of a sample's tokens."""
-        return PrefillChunk(self.batch.token_ids[slot, start:end], start, self.batch.pages(slot))
+        return PrefillChunk(self.batch.token_ids[slot, start:end], start, self.batch.pages(slot), 0)
 
     def prefill(self) -> None:
         """All prompts but for their last tokens, which are the roots of the first step."""

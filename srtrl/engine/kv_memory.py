@@ -40,7 +40,8 @@ def allocate_pages(runner: Runner, options: EngineOptions, max_sequence_tokens: 
     Raises:
         ValueError: The memory does not hold one sequence, or the device does not have as much.
     """
-    num_pages, page_bytes = options.num_pages, page_bytes_of(runner.model, options.page_size)
+    num_pages = options.num_pages
+    page_bytes = page_bytes_of(runner.model, options.page_size) + options.drafter_page_bytes
     if num_pages is None:
         free, reserved = free_bytes(runner.model.device), options.kv_reserved_bytes
         is_share = options.kv_memory_gib == "auto" and free is not None

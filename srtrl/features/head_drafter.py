@@ -9,7 +9,7 @@ None of it changes a token.
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numba
 import numpy as np
@@ -49,12 +49,11 @@ NO_SLOTS: Int64Array = np.empty(0, np.int64)
 HITS, TRIALS = 0, 1
 
 
-class CpuGuesses:
-    """The guesses of a head on a CPU, which computes them at once."""
+class Guesses(Protocol):
+    """What computes the guesses of a head."""
 
-    def __init__(self, head: DraftHead, runner: Runner, *, k: int) -> None:
-        """A head that guesses `k` tokens in a row, after rows of the runner's last step."""
-        self.head, self.k, self._runner = head, k, runner
+    def begin(self) -> None:
+        """A rollout begins: take over the policy's weights."""
 
     def launch(self, rows: Int64Array, *noise: Any) -> bool:
         """Queue the guesses after the last step's `rows` [C]; the others are those of `draft_chains`.
@@ -62,11 +61,29 @@ class CpuGuesses:
         Returns:
             Whether that was all: no kernel was compiled, and no graph captured.
         """
+
+    def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+        """Wait for the guesses that were launched last; see `draft_chains` for what it returns."""
+
+
+class CpuGuesses:
+    """The guesses of a head on a CPU, which computes them at once."""
+
+    def __init__(self, head: DraftHead, runner: Runner, *, k: int) -> None:
+        """A head that guesses `k` tokens in a row, after rows of the runner's last step."""
+        self.head, self.k, self._runner = head, k, runner
+
+    def begin(self) -> None:
+        """See `Guesses`."""
+        self.head.refresh(self._runner.model)
+
+    def launch(self, rows: Int64Array, *noise: Any) -> bool:
+        """See `Guesses`."""
         self._chains = draft_chains(self.head, self._runner.hidden[torch.from_numpy(rows)], *noise, k=self.k)
         return True
 
     def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """Wait for the guesses that were launched last; see `draft_chains` for what it returns."""
+        """See `Guesses`."""
         return self._chains
 
 
@@ -76,24 +93,30 @@ class HeadDrafter:
     drafts = True
 
     def __init__(
-        self, inner: DrafterBase, head: DraftHead, runner: Runner, *, k: int, slots: int, cost: StepCost | None = None
+        self,
+        inner: DrafterBase,
+        head: DraftHead | Guesses,
+        runner: Runner,
+        *,
+        k: int,
+        slots: int,
+        cost: StepCost | None = None,
     ) -> None:
         """Make the drafter of an engine.
 
         Args:
             inner: The other drafter.
-            head: Its policy is the runner's.
+            head: Its policy is the runner's; or what computes the guesses of another kind of head.
             runner: The engine's, as the two that follow.
             k: Tokens that are guessed in a row.
             slots: Number of slots.
             cost: Of a step; None where drafts are not budgeted by it: then the head always runs.
         """
         self.inner = inner
-        self.head = head
         self.k = k
         self.cost = cost
         self._runner = runner
-        self._guesses = _guesses_on(runner, head, k=k, slots=slots)
+        self._guesses = _guesses_on(runner, head, k=k, slots=slots) if isinstance(head, DraftHead) else head
         self.tables: dict[str, Array] = {}
         """By purpose, [k, 2, NUM_BINS, 2]: accepted and tried, of the best and the second best token."""
         self._promised: dict[str, float] = {}
@@ -134,7 +157,7 @@ class HeadDrafter:
         self._purpose = purpose
         self.tables.setdefault(purpose, np.zeros((self.k, 2, NUM_BINS, 2)))
         self._promised.setdefault(purpose, float(self.k))
-        self.head.refresh(self._runner.model)
+        self._guesses.begin()
         self._rows[:] = NO_ROW
         self._drafted = self._launched = self._owners = NO_SLOTS  # there are some after a step that has failed
 
@@ -146,7 +169,7 @@ class HeadDrafter:
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Wait for the head's guesses, and add them to the other drafter's trees."""
         trees = self.inner.propose(slots, max_nodes, min_score)
-        check_trees(trees, max_nodes, len(self.head.counts), str(self.inner))
+        check_trees(trees, max_nodes, self._runner.model.config.vocab_size, str(self.inner))
         sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
         self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
         self._drafted = slots
