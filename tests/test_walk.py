@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "srtrl"
 PAGE = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
 CORE = ("algorithms", "model", "drafters", "engine", "rollout", "trainer", "types.py")
-MAX_LINES = 2_660
+MAX_LINES = 2_680
 """Code lines that a reader of both steps has before them."""
 PLAIN: dict[str, Any] = {
     "rollout__drafter": "none",
