@@ -214,7 +214,6 @@ DEFAULT = {
     ("spec_rl", "two ranks"),
     ("lora", "killed in the update"),
     ("teacher", "killed in the update"),
-    ("teacher", "two sharded ranks"),
     ("head", "no drafts"),
     ("mixture", "every run-ahead"),
     ("mixture", "killed in the rollout"),
