@@ -1,4 +1,4 @@
-"""What a run takes, as it is computed before: time, disk, and the first lines of a run."""
+"""Estimates before a run: time, disk, and the first lines of a run."""
 
 from pathlib import Path
 from typing import Any

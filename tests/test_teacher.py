@@ -126,7 +126,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(policy: Path, tmp_path: Pa
 
 
 def test_vocabularies_are_compared_by_ids_and_texts(policy: Path) -> None:
-    """What only the teacher has does not matter."""
+    """Tokens that only the teacher has do not matter."""
     ours, theirs = load_tokenizer(policy), load_tokenizer(policy)
     theirs.add_tokens(["<think>"])
     check_vocabulary(ours, theirs)
