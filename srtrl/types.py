@@ -22,9 +22,9 @@ grader, counted apart from wrong answers."""
 GRADED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "graded")
 """The outcomes with a reward."""
 VERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "timeout", "crash", "error")
-"""Outcomes where the task has a verifier."""
+"""Outcomes if the task has a verifier."""
 UNVERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("graded", "timeout", "crash", "error")
-"""Outcomes where it has none: `accuracy` and the like are then not defined."""
+"""Outcomes if it has none: `accuracy` and the like are then not defined."""
 
 SegmentKind = Literal["model", "observation", "boundary"]
 """Sampled by the policy; text of an environment; text of the format between turns, which is not sampled."""
@@ -63,7 +63,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """Tokens of `text`, special tokens included; never empty."""
     answer: str
-    """Reference answer, as the grader wants it; empty where the task has none."""
+    """Reference answer, as the grader wants it; empty if the task has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`problem`, `solution`, ...), for reward functions."""
     other_answers: tuple[str, ...] = ()
@@ -155,8 +155,8 @@ class Request:
     completion. It ends in a turn, or where the next one begins. The noise goes by absolute position, so that the policy
     that sampled them would go on as it would have without a break."""
     has_turns: bool = False
-    """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
-    `Engine.end` decides how it continues."""
+    """Whether the sample pauses at an end token or a stop string instead of finishing; `Engine.extend` or
+    `Engine.end` then decides how it continues."""
 
     @property
     def num_reused(self) -> int:
@@ -253,7 +253,7 @@ class Conversation:
     outcomes: tuple[str, ...] = ()
     """End of each call: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or a name of the environment."""
     rewards: tuple[float, ...] = ()
-    """The reward of the environment's step for each turn; NaN where it exceeded its time limit."""
+    """The reward of the environment's step for each turn; NaN if it exceeded its time limit."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Metrics of the environment's steps."""
     tool_seconds: tuple[float, ...] = ()
@@ -357,11 +357,11 @@ class TrainSequence:
     old_logprobs: npt.NDArray[np.float32] | None = None
     """[R], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None
-    """[R], by the frozen reference; None where the recipe has no KL."""
+    """[R], by the frozen reference; None if the recipe has no KL."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
-    """[R], by the teacher; None where the recipe has none."""
+    """[R], by the teacher; None if the recipe has none."""
     values: npt.NDArray[np.float32] | None = None
-    """[R], by the critic before the update; None where the recipe has none."""
+    """[R], by the critic before the update; None if the recipe has none."""
     returns: npt.NDArray[np.float32] | None = None
     """[R], the critic's targets: advantages before whitening + `values`."""
 

@@ -63,7 +63,7 @@ class FakeEngine:
 
 
 def completion_of(request: Request) -> Completion:
-    """What the fake engine gives."""
+    """Completion by the fake engine."""
     response = make_response([request.draw_index, request.sample_index, 0], [-0.5] * 3, version=3)
     return Completion(request=request, response=response)
 

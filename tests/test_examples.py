@@ -105,13 +105,9 @@ def test_a_judge_over_http_gives_marks(example: Any) -> None:
 def test_a_sequence_classifier_scores_a_sample_as_alone(example: Any, tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bundled:tiny")
     tokenizer.pad_token = tokenizer.eos_token
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    config = LlamaConfig(vocab_size=300, num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    sizes: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "num_labels": 1}
+    config = LlamaConfig(pad_token_id=tokenizer.pad_token_id, **sizes)
     for part in (tokenizer, LlamaForSequenceClassification(config)):  # type: ignore[no-untyped-call]
         part.save_pretrained(tmp_path)
     texts = ["42", "a longer text", "x"]

@@ -108,7 +108,7 @@ class EnvironmentTurns(OneTurn):
         self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
 
     def _call(self, what: str, function: Callable[[], T], seconds: float | None = None) -> T:
-        """What a function of the user's class returns; it runs in a thread, which is left behind where it hangs.
+        """Return the result of a function of the user's class; it runs in a thread, which is abandoned if it hangs.
 
         Raises:
             ValueError: it raises, or takes longer than the class's `timeout_seconds`; the message begins with `what`.
@@ -133,7 +133,7 @@ class EnvironmentTurns(OneTurn):
                 self._patience = 0.0  # the first one that hangs is the last that is waited for
 
     def _result_of(self, value: Any) -> Any:
-        """What a coroutine returns; any other value is itself."""
+        """Return the result of a coroutine, or any other value itself."""
         return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
@@ -240,7 +240,7 @@ class EnvironmentTurns(OneTurn):
         return [pending.answer for pending in self._pending]
 
     def check_not_all_raised(self, where: str) -> None:
-        """Stop where the environments of all samples of a step, on all ranks, have raised.
+        """Stop if the environments of all samples of a step, on all ranks, have raised.
 
         The record of the step is deleted then, so that a resumed run calls the environment again.
 
@@ -258,7 +258,7 @@ class EnvironmentTurns(OneTurn):
             )
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
-        """The last turn, and its answer where that takes no environment: calls that cannot be read or run."""
+        """The last turn, and its answer if that takes no environment: calls that cannot be read or run."""
         response = completion.response
         start = response.extensions[-1][1] if response.extensions else 0
         token_ids = response.token_ids[start:].tolist()

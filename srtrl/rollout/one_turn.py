@@ -1,4 +1,4 @@
-"""What follows where the decoder gives a sample back: its end, or an environment's answer and the next turn."""
+"""Continuation of a sample that the decoder gives back: its end, or an environment's answer and the next turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Answer:
 
     completion: Completion
     extension: list[int] = field(default_factory=list)
-    """Tokens for `Engine.extend`; none where the sample has ended."""
+    """Tokens for `Engine.extend`; none if the sample has ended."""
     text: str = ""
     """Text of a sample that has ended; see `Rollout`."""
     conversation: Conversation | None = None
@@ -70,7 +70,7 @@ class OneTurn:
         """Begin training step `step`, from 1 on, or with 0 the evaluation before it."""
 
     def check_not_all_raised(self, where: str) -> None:
-        """Raise ValueError, beginning with `where` ("step 3"), where all samples of a step, on all ranks, failed."""
+        """Raise ValueError, beginning with `where` ("step 3"), if all samples of a step, on all ranks, failed."""
 
     def submit_turn(self, completion: Completion, prompt: Prompt) -> None:
         """A turn has ended."""

@@ -51,7 +51,7 @@ MAX_AWAITED = 64
 GRACE_SECONDS = 5.0
 """The event loop may be silent for this much longer than a coroutine reward may take."""
 LATE = "; what needs longer, as a judge that wakes, needs a larger grading.timeout_seconds (wall-clock time: 20 x that)"
-"""Of a message after a time limit."""
+"""End of a message after a time limit."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,7 +61,7 @@ class GradeTicket:
     sample: RewardInput
     """Its `correct` is None as long as an isolated verifier runs."""
     verdict: "Future[Graded | Failure]"
-    """Verdict, isolated and awaited rewards; done at once where there is nothing to wait for."""
+    """Verdict, isolated and awaited rewards; done at once if there is nothing to wait for."""
 
 
 class Grader:
@@ -204,7 +204,7 @@ class Grader:
         return replace(graded, parts=parts)
 
     def _check_loop(self) -> None:
-        """Stop where a coroutine blocks the event loop: no limit inside it would ever be kept.
+        """Stop if a coroutine blocks the event loop: no limit inside it would ever be kept.
 
         Raises:
             ValueError: one has run for the time that it may take, and some seconds, without an `await`.
@@ -221,7 +221,7 @@ class Grader:
 
     @contextmanager
     def _warning_if_late(self, what: str) -> Iterator[None]:
-        """Log a line where the `with` block takes long: the training process waits for it without a limit."""
+        """Log a line if the `with` block takes long: the training process waits for it without a limit."""
         text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang should"
         timer = threading.Timer(self._seconds, warn_once, [f"{text} be @isolated (docs/extending.md#a-reward)"])
         timer.daemon = True
@@ -292,7 +292,7 @@ class Grader:
     ) -> list[Grade]:
         """As `collect`, where other ranks have other tickets of the same rollout; called on all ranks.
 
-        Where a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the
+        If a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the
         reward sees what it would see with one rank, and is called once. `texts_of` makes texts of all ranks' tokens.
         """
         if not any(reward.batched for reward in self._rewards):
@@ -358,7 +358,7 @@ def make_grader(
 
 
 def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:
-    """Stop where no sample of a step could be graded, all for one reason: nothing would ever be learned.
+    """Stop if no sample of a step could be graded, all for one reason: nothing would ever be learned.
 
     Raises:
         ValueError: all outcomes are `error` or `crash`, with the same detail but for lengths, or all are `timeout`; it
@@ -386,7 +386,7 @@ def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
 
 
 def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
-    """Add one in-process reward to the verdicts; where it raises, the samples concerned become failures."""
+    """Add one in-process reward to the verdicts; if it raises, the samples concerned become failures."""
     graded = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Graded)]
     for indices in [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]:
         with Caught() as caught:

@@ -27,7 +27,7 @@ from srtrl.tasks.reward_input import RewardInput
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Maximum memory of a worker, so that one sample cannot take all of the machine's."""
 MEMORY_EXIT_CODE = 70
-"""Of a worker in which a sample exhausted the memory."""
+"""Exit code of a worker in which a sample exhausted the memory."""
 READY = "ready"
 """Message of a worker that waits for a sample."""
 TOKEN_TEXTS = "token texts"
@@ -45,7 +45,7 @@ class IsolatedFunctions:
     """The functions that a worker runs on each sample."""
 
     verifier: Callable[[str, str], bool] | None
-    """None where the verifier runs in the training process; then `RewardInput.correct` is already filled in."""
+    """None if the verifier runs in the training process; then `RewardInput.correct` is already filled in."""
     rewards: tuple[tuple[str, Callable[[RewardInput], RewardValue]], ...]
 
     @property
@@ -73,7 +73,7 @@ class Failure:
 
 
 def check_reward(name: str, value: object) -> float:
-    """The value of a reward as a float; ValueError where it is no finite number, or one beyond `MAX_REWARD`."""
+    """The value of a reward as a float; ValueError if it is no finite number, or one beyond `MAX_REWARD`."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy or torch
         value = value.item()
     with suppress(OverflowError):  # of an integer beyond the range of floats
