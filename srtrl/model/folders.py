@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,10 +77,11 @@ def _find_folder(path: str | Path) -> Path:
             ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
         )
     except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
+        reason = re.split(r"\n|(?<=\.) ", str(error))[0]  # advice of the hub's library follows
         raise ValueError(
             f"{name}: not a local folder, and it could not be downloaded from the Hugging Face hub; give a folder that "
             f"exists, bundled:NAME, or the name of a hub model that this machine can reach ({type(error).__name__}: "
-            f"{error})"
+            f"{reason})"
         ) from error
     return Path(snapshot)
 
