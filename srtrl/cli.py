@@ -20,6 +20,7 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
+from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
@@ -161,11 +162,11 @@ def train(
         for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
             line = textwrap.fill(f"{name + ':':<34} {figure}", 78, subsequent_indent=" " * 35)
             Console(soft_wrap=True).print(styled(line))
-        again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
+        again = shlex.join(["srtrl", "train", str(shown_path(result.folder)), "--resume"])
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")
         else:
-            print(f"the run is in {result.folder}")
+            print(f"the run is in {shown_path(result.folder)}")
             from srtrl.report.page import write_report
 
             try:
