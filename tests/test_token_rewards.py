@@ -254,6 +254,7 @@ def test_token_level_advantages_read_each_token_and_others_the_sum() -> None:
         credit = CreditAssigner(recipe).assign_credit([group], train_sequences([group]))
         found = [sequence.advantages.tolist() for sequence in credit.sequences]
         assert found == [np.array(row, np.float32).tolist() for row in rows], name
+    assert list(credit.advantages.values()) == [0.6, 0.6, 0.6, 1.0], "of `total`, in float64"
 
 
 def by_token(sample: RewardInput) -> list[float]:
