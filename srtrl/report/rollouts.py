@@ -106,7 +106,6 @@ def merge_equal(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for sample in samples:
         key = str([sample[name] for name in ("draw_index", "text", "segments", "reward", "outcome")])
-        key += str(sample.get("token_rewards"))
         merged.setdefault(key, {**sample, "num_equal": 0})["num_equal"] += 1
     return [*merged.values()]
 

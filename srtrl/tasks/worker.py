@@ -100,8 +100,8 @@ def check_rewards(name: str, value: Any, sample: RewardInput) -> RewardValue:
         raise ValueError(f"reward `{name}` must return {expected} {where}; it returned {len(value)} numbers")
     where = f"of {len(value)} sampled tokens of a sample of prompt `{sample.prompt.prompt_id}`"
     return [
-        number
-        if type(number) is float and abs(number) <= MAX_REWARD
+        float(number)
+        if type(number) in (float, int) and abs(number) <= MAX_REWARD
         else check_reward(f"{name}` (at index {index} {where}: `{name}`", number)
         for index, number in enumerate(value)
     ]
