@@ -20,7 +20,7 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
-from srtrl.engine.step_inputs import Int32Array, Int64Array, fill_inputs
+from srtrl.engine.step_inputs import fill_inputs
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.model.transformer import Transformer
@@ -376,20 +376,15 @@ class Engine:
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         self.clock.lap("verify")
         if self.drafts and self.drafter.reads_states:
-            self.drafter.computed(*self._computed(step, trees, verified))
+            prompts = len(step.slots) + trees.num_nodes + np.arange(step.num_prompt_rows)
+            rows = np.concatenate([verified.rows_of_tokens(trees), prompts])
+            self.drafter.computed(rows, np.concatenate([verified.token_ids, *step.next_tokens]))
         self.drafter.prepare(verified.slots, verified.token_ids, verified.offsets, verified.rows)
         self.clock.lap("propose")
         if trees.num_nodes:
             self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
         self.clock.lap("commit")
         return verified
-
-    def _computed(self, step: ScheduledStep, trees: DraftTrees, verified: Verified) -> tuple[Int64Array, Int32Array]:
-        """The rows of the step that stay, and the token after each."""
-        prompts = len(step.slots) + trees.num_nodes + np.arange(step.num_prompt_rows)
-        texts = [np.append(chunk.token_ids[1:], np.int32(chunk.next_token)) for chunk in step.chunks]
-        rows = np.concatenate([verified.rows_of_tokens(trees), prompts])
-        return rows, np.concatenate([verified.token_ids, *texts])
 
     def _take_finished(self, verified: Verified) -> list[Completion]:
         """Take out the finished samples, and pause those whose turn has ended."""
