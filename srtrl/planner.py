@@ -24,6 +24,8 @@ from srtrl.cuda.flash import choose_flash
 from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
+from srtrl.features.attention_drafter import DrafterNeeds, needs_of
+from srtrl.features.attention_head import AttentionHead, usual_config
 from srtrl.features.critic import ValueModel
 from srtrl.features.draft_head_learner import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.features.lora import LoraAdamW
@@ -141,13 +143,18 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
         parts["critic"] = (float32 + critic["moments"]) // num_gpus if recipe.critic else 0
         gradients //= num_gpus
         gathered = 2 * parts["weights"] // config.num_hidden_layers  # of two layers at a time
-    if recipe.rollout.draft_head is not None:
+    needs = DrafterNeeds()
+    if (draft_head := recipe.rollout.draft_head) is not None and draft_head.kind == "recurrent":
         parts["draft head"] = _draft_head_bytes(config, recipe)
+    elif draft_head is not None:
+        head = AttentionHead(usual_config(config), DTYPES[recipe.model.dtype], "meta")
+        needs = needs_of(head)
+        parts["draft head"] = _num_bytes(head.parameters()) + DECODER_ROWS * head.fc.weight.nbytes // config.hidden_size
     policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
+    slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients, drafter_page_bytes=needs.page_bytes)
     parts["decoder's buffers"] = buffers = decoder_bytes(policy, has_graphs=rollout.cuda_graphs)
-    page_bytes = page_bytes_of(policy, PAGE_SIZE)
+    page_bytes = page_bytes_of(policy, PAGE_SIZE) + needs.page_bytes
     smallest_kv = -(-longest // PAGE_SIZE) * page_bytes
     kv = kv_bytes(rollout.kv_memory_gib, free - buffers, reserved_bytes=gradients)
     if kv >= smallest_kv or rollout.kv_memory_gib != "auto":
