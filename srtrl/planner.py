@@ -5,7 +5,7 @@ say what they would allocate. The peak of a step is in the update, while the dec
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from srtrl.build import number_of_slots
 from srtrl.build_models import DTYPES, build_draft_head
-from srtrl.cuda.flash import choose_flash
+from srtrl.cuda.shapes import LOGITS_AT_ONCE
 from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
@@ -35,18 +35,15 @@ from srtrl.model.transformer import Layer, ModelConfig, Style, Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.run.place import is_empty
-from srtrl.tasks.base import needs_network
+from srtrl.run.step_time import GPUS, StepTime
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
-DEFAULT_GPU_GIB = 80.0
-"""The GPU to plan for if there is none. One that is sold as 80 GB has about 79 GiB."""
 MAX_SHARE = 0.9
 """Share of a GPU's memory. The rest is for the CUDA context, libraries' workspaces and fragmentation."""
-DECODER_LOGITS, DECODER_ROWS = 2**10, 2**14
-"""Rows of logits and of hidden states in the decoder's buffers."""
+DECODER_ROWS = 2**14
+"""Rows of hidden states in the decoder's buffers."""
 NUM_GPUS = (2, 4, 8, 16, 32, 64)
-"""With `train.sharding: fsdp2` the plan is for the first of these that fits."""
+"""With `train.sharding: fsdp2` and no `--gpus` the plan is for the first of these that fits."""
 KV_CACHE = "KV cache"
 KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
 CHANGES = (
@@ -56,6 +53,7 @@ CHANGES = (
     "train.micro_batch_tokens={longest}",
     "model.dtype=bfloat16",
     KV_CHANGE,
+    "train.sharding=fsdp2",
     "model.lora.rank=32",
     "model.lora.base=host",
 )
@@ -120,30 +118,29 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     Raises:
         ValueError: `rollout.kv_memory_gib` is given, and does not hold a sequence of the maximum length.
     """
-    section, lora = recipe.model, recipe.model.lora
-    kept, gradients, base = _learner_bytes(config, section)
+    section, lora, gathered, policy = recipe.model, recipe.model.lora, 0, _make_policy(config, recipe.model)
+    num_parts = 1
+    if recipe.train.sharding == "fsdp2":  # parts are float32; the decoder and passes use whole weights of their type
+        section, num_parts, gathered = (
+            section.model_copy(update={"dtype": "float32"}),
+            num_gpus,
+            _gathered_bytes(policy),
+        )
+    kept, gradients, base = _learner_bytes(config, section, num_parts)
+    if gathered:
+        kept |= {"weights": _num_bytes(policy.parameters()), "masters": kept["weights"]}
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
     if recipe.algorithm.teacher is not None:
         teacher = find_config(recipe.algorithm.teacher.path)[0]
-        parts["teacher"] = _num_bytes(_make_policy(teacher, section).parameters())
+        parts["teacher"] = _num_bytes(_make_policy(teacher, section).parameters(), num_parts)
     if recipe.critic is not None:
-        critic, critic_gradients, _ = _learner_bytes(config, section, is_critic=True)
+        critic, critic_gradients, _ = _learner_bytes(config, section, num_parts, is_critic=True)
         parts["critic"] = sum(critic.values())
         gradients = max(gradients, critic_gradients)  # one model after the other learns
-    gathered = 0
-    if recipe.train.sharding == "fsdp2":  # parts are float32; the decoder and passes use whole weights of their type
-        float32 = parts["weights"] * 4 // DTYPES[recipe.model.dtype].itemsize
-        parts["masters"], parts["moments"] = float32 // num_gpus, parts["moments"] // num_gpus
-        parts["reference"] = float32 // num_gpus if has_reference else 0
-        if "teacher" in parts:
-            parts["teacher"] = parts["teacher"] * 4 // DTYPES[recipe.model.dtype].itemsize // num_gpus
-        parts["critic"] = (float32 + critic["moments"]) // num_gpus if recipe.critic else 0
-        gradients //= num_gpus
-        gathered = 2 * parts["weights"] // config.num_hidden_layers  # of two layers at a time
     if recipe.rollout.draft_head is not None:
         parts["draft head"] = _draft_head_bytes(config, recipe)
-    policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
+    rollout, free = recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
     parts["decoder's buffers"] = buffers = decoder_bytes(policy, has_graphs=rollout.cuda_graphs)
@@ -156,7 +153,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
         )
     parts[KV_CACHE] = kv
     parts["gradients"] = gradients
-    settings = section.model_dump_json(exclude={"lora": {"base"}})
+    settings = recipe.model.model_dump_json(exclude={"lora": {"base"}})
     num_rows, num_samples = recipe.train.micro_batch_tokens, rollout.num_samples
     num_keys = num_rows * num_samples * longest // (longest + (num_samples - 1) * rollout.max_new_tokens)
     parts["activations"] = gathered + _activation_bytes(config, settings, num_rows, num_keys)
@@ -188,89 +185,11 @@ def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> str:
     return f"a GPU of {needed:.0f} GiB{several}{too_little}"
 
 
-def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
-    """The lines of `srtrl show-config --check`: table, verdict, and what helps where the step does not fit.
-
-    Args:
-        recipe: Only `config.json` of its model is read.
-        gpu_gib: Memory of the GPU; None: this machine's, or `DEFAULT_GPU_GIB` where it has none.
-
-    Raises:
-        ValueError: see `find_config` and `plan_memory`.
-    """
-    if recipe.warm_start is not None and recipe.warm_start.architecture is not None:
-        yield "memory: not computed for the model that warm_start.architecture makes"
-        yield f"verdict: {_checked(recipe)}; `srtrl warm-start` writes {recipe.warm_start.output}"
-        return
-    if gpu_gib is None and recipe.device == "cpu":
-        yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
-        yield _verdict(recipe, "trains on the CPU")
-        return
-    origin = "--gpu"
-    if gpu_gib is None and torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0)
-        gpu_gib, origin = device.total_memory / GIB, device.name
-    elif gpu_gib is None:
-        gpu_gib, origin = DEFAULT_GPU_GIB, "there is none here; --gpu GIB for another size"
-    config, source = find_config(recipe.model.path)
-    for num_gpus in NUM_GPUS if recipe.train.sharding == "fsdp2" else (1,):
-        plan = plan_memory(recipe, config, int(gpu_gib * GIB), num_gpus)
-        if plan.fits:
-            break
-    notes = {"weights": f"{recipe.model.path}{source}", KV_CACHE: f"for {plan.slots} slots"}
-    if plan.parts[KV_CACHE] < plan.smallest_kv:
-        notes[KV_CACHE] = f"and one sequence needs {plan.smallest_kv / GIB:.1f}"
-    if (lora := recipe.model.lora) is not None:
-        notes |= {"masters": "A and B of LoRA", "reference": f"LoRA's copy of the base weights, base: {lora.base}"}
-    yield f"memory of a training step on {plan.gpus} of {gpu_gib:.4g} GiB ({origin}), computed:"
-    for name, num_bytes in plan.parts.items():
-        if num_bytes or name in notes:
-            yield f"  {name:<18}{num_bytes / GIB:7.1f} GiB  {notes.get(name, '')}".rstrip()
-    outcome = "fits" if plan.fits else "does not fit"
-    limit = f"{'at most' if plan.total <= plan.limit else 'more than'} {plan.limit / GIB:.1f} GiB"
-    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {outcome}: {limit}, {MAX_SHARE:.0%} of the GPU"
-    place = f"{plan.gpus} of {gpu_gib:.4g} GiB"
-    if not torch.cuda.is_available() and recipe.device == "auto":
-        place += " (there is none here: trains on the CPU)"
-    if torch.cuda.is_available() and recipe.model.dtype != "float32":
-        flash = choose_flash(recipe.train.attention, torch.device("cuda"), config.head_dim)
-        yield f"attention of the update: {flash}"
-    yield from _advice(recipe, config, plan)
-    yield _verdict(recipe, f"{outcome} {place}")
-
-
-def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[str]:
-    """Lines that say what to change."""
-    if recipe.model.dtype == "float32":
-        yield (
-            "advice: model.dtype=bfloat16 is some 10 times as fast on a GPU (computed): float32 uses neither its "
-            "tensor cores nor FlashAttention"
-        )
-    if not plan.fits:
-        yield f"advice: {advise(recipe, config, plan)}"
-    elif recipe.model.gradient_checkpointing is True:
-        for text, less in (("false", False), ("half", "half")):
-            model = recipe.model.model_copy(update={"gradient_checkpointing": less})
-            changed = recipe.model_copy(update={"model": model})
-            if plan_memory(changed, config, plan.gpu_bytes, plan.num_gpus).fits:
-                yield f"advice: with model.gradient_checkpointing={text} it fits too, and updates are faster"
-                break
-
-
-def _verdict(recipe: Recipe, outcome: str) -> str:
-    """The result that `srtrl train` would have with a recipe whose checks passed."""
-    folder = f"{recipe.output_dir}/{recipe.name}"
-    exists = "" if is_empty(recipe.folder) else f"; {folder} exists: --resume continues it, --overwrite begins again"
-    return f"verdict: {_checked(recipe)}; {outcome}{exists}"
-
-
-def _checked(recipe: Recipe) -> str:
-    """The correct parts of a recipe, and those that the checks did not look up."""
-    paths = recipe.model.model_dump(include={"path", "tokenizer"})
-    remote = [f"model.{key} ({path})" for key, path in paths.items() if path and not is_local(path)]
-    remote += ["the rows of task.options"] if needs_network(recipe.task) else []
-    unseen = f"; not looked up on the hub: {', '.join(remote)}" if remote else ""
-    return f"all names, options and paths are correct{unseen}"
+def step_time(recipe: Recipe, config: ModelConfig, plan: MemoryPlan, gpu: str) -> StepTime:
+    """The time of a step as it is planned, on the GPUs of `GPUS` that have this name."""
+    policy, gradients = _make_policy(config, recipe.model), plan.parts["gradients"]
+    sizes = {"num_gpus": plan.num_gpus, "slots": plan.slots, "gradient_bytes": gradients}
+    return StepTime(recipe=recipe, policy=policy, gpu=GPUS[gpu], **sizes)
 
 
 def find_config(path: str) -> tuple[ModelConfig, str]:
@@ -298,7 +217,7 @@ def find_config(path: str) -> tuple[ModelConfig, str]:
 def decoder_bytes(policy: Transformer, *, has_graphs: bool) -> int:
     """Bytes of the decoder's buffers on a GPU, beside the KV cache, and of the graphs that it captures."""
     config, itemsize = policy.config, policy.dtype.itemsize
-    rows = (DECODER_LOGITS * config.vocab_size + DECODER_ROWS * config.hidden_size) * itemsize
+    rows = (LOGITS_AT_ONCE * config.vocab_size + DECODER_ROWS * config.hidden_size) * itemsize
     return rows + SCRATCH_LANES * (config.head_dim + 1) * 4 + (GRAPH_BYTES if has_graphs else 0)
 
 
@@ -321,21 +240,33 @@ def _make_optimizer(model: Transformer | ValueModel, section: ModelSection) -> t
 
 
 def _learner_bytes(
-    config: ModelConfig, section: ModelSection, *, is_critic: bool = False
+    config: ModelConfig, section: ModelSection, num_parts: int = 1, *, is_critic: bool = False
 ) -> tuple[dict[str, int], int, int]:
-    """Bytes by name of what a model that learns keeps, of its gradients, and of its weights at the start of the run."""
+    """Bytes by name of what a model that learns keeps, of its gradients, and of its weights at the start of the run.
+
+    With `num_parts` they are those of one rank of as many that shard the model, whose type is then float32.
+    """
     policy = _make_policy(config, section)
     model = ValueModel(policy) if is_critic else policy
     optimizer, masters = _make_optimizer(model, section)
-    weights = _num_bytes(model.parameters())
+    weights = _num_bytes(model.parameters(), num_parts)
     kept = {
         "weights": weights,
-        "masters": _num_bytes(masters),
-        "moments": sum(_num_bytes(state.values()) for state in optimizer.state.values()),
+        "masters": _num_bytes(masters, num_parts),
+        "moments": sum(_num_bytes(state.values(), num_parts) for state in optimizer.state.values()),
     }
     if isinstance(optimizer, LoraAdamW):
         return kept, optimizer.gradient_bytes, _num_bytes(matrix.base for matrix in optimizer.matrices)
-    return kept, optimizer.gradient_bytes, weights
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return kept, _num_bytes(held, num_parts), weights
+
+
+def _gathered_bytes(policy: Transformer) -> int:
+    """Peak of a pass of a sharded model: all outside the layers, two layers, and the float32 gradients of one."""
+    layers = list(policy.layers.parameters())
+    of_layer = _num_bytes(layers) // len(policy.layers)
+    gradients = 4 * sum(weight.numel() for weight in layers) // len(policy.layers)
+    return _num_bytes(policy.parameters()) - _num_bytes(layers) + 2 * of_layer + gradients
 
 
 def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:
@@ -380,8 +311,9 @@ def _peak_bytes(config: ModelConfig, section: ModelSection, num_rows: int, num_k
     return tracker.peak - _num_bytes([*policy.parameters(), *masters]) - optimizer.gradient_bytes
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _num_bytes(tensors: Iterable[Tensor], num_parts: int = 1) -> int:
+    """Bytes of the largest of the equal parts into which `fully_shard` cuts the rows of each tensor."""
+    return sum(tensor.nbytes // len(tensor) * -(-len(tensor) // num_parts) for tensor in map(torch.atleast_1d, tensors))
 
 
 class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import load_recipe
-from srtrl.run.estimate import checkpoint_bytes, describe_cost, describe_device, step_seconds
+from srtrl.run.estimate import checkpoint_bytes, describe_cpu, describe_device, step_seconds
 
 QWEN = "Qwen/Qwen2.5-0.5B"
 TIME = "if each response has 1,024 tokens (computed for {}, without drafts and evaluations)"
@@ -27,12 +27,11 @@ def test_time_is_what_a_step_reads_and_computes() -> None:
     changes += ["rollout.max_new_tokens=100", "train.num_epochs=3", "model.dtype=float32", "algorithm.kl.coefficient=0"]
     recipe = load_recipe(Path("grpo_gsm8k"), changes)
     assert step_seconds(recipe, 10**9, 2) == 200 * 0.4 + (2 + 3 * 6) * 10**9 * 820 / 10**11
-    assert step_seconds(recipe, 10**9, None) == pytest.approx(200 * (0.0015 + 0.002) + 20 * 10**9 * 820 / 3e13)
+    more = load_recipe(Path("grpo_gsm8k"), [*changes, "rollout.slots=auto", "rollout.num_prompts=33"])
+    assert step_seconds(more, 10**9, 2) == 300 * 0.4 + 20 * 10**9 * (132 * 100 + 33 * 10) / 10**11, "64 slots"
     changes += ["train.mini_batch_prompts=2", "algorithm.kl.coefficient=0.1"]
     dearer = load_recipe(Path("ppo_math"), changes)
     assert step_seconds(dearer, 10**9, 2) == 200 * 0.4 + (2 + 2 * 3 * 6 + 2) * 10**9 * 820 / 10**11
-    measured = 5.5  # of lengths of a random policy (docs/benchmarks.md)
-    assert measured < step_seconds(load_recipe(Path("grpo_gsm8k")), 494_000_000, None) < 4 * measured
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__dtype": "bfloat16"}, {"model__lora": {"rank": 1}}], ids=str)
@@ -48,16 +47,13 @@ def test_a_checkpoint_has_the_computed_size(changes: dict[str, Any], policy: Pat
 
 def test_lines_of_the_check() -> None:
     recipe = load_recipe(Path("grpo_gsm8k"))
-    assert describe_cost(recipe, None) == [
-        f"time: about 11 s per step, 19 min in all, {TIME.format('one H200')}",
+    assert describe_cpu(recipe, 1) == [
+        f"time: about 16 h per step, 65 days in all, {TIME.format('1 thread of a CPU')}",
         "disk: 0.99 GB to download for the model, 14 GB of checkpoints (2 kept)",
     ]
-    assert describe_cost(recipe, 1)[0] == (
-        f"time: about 15 h per step, 64 days in all, {TIME.format('1 thread of a CPU')}"
-    )
-    assert describe_cost(load_recipe(Path("grpo_gsm8k"), ["model.path=some/other"]), None) == []
-    assert describe_cost(load_recipe(Path("warm_start_tiny")), 1) == []
-    assert describe_cost(load_recipe(Path("quickstart"), ["train.num_steps=1"]), 1)[1] == (
+    assert describe_cpu(load_recipe(Path("grpo_gsm8k"), ["model.path=some/other"]), 1) == []
+    assert describe_cpu(load_recipe(Path("warm_start_tiny")), 1) == []
+    assert describe_cpu(load_recipe(Path("quickstart"), ["train.num_steps=1"]), 1)[1] == (
         "disk: nothing to download for the model, 0.0099 GB of checkpoints (1 kept)"
     )
 
@@ -85,7 +81,7 @@ def test_a_run_names_its_device_and_a_large_model_on_a_cpu(monkeypatch: pytest.M
         assert lines[0] == "device: cpu, 2 threads"
         assert (len(lines) == 2) == warned
     assert lines[1] == (
-        "0.5B parameters are many for a CPU: about 7.7 h per step if each response has 1,024 tokens (computed)"
+        "0.5B parameters are many for a CPU: about 7.9 h per step if each response has 1,024 tokens (computed)"
     )
     on_gpu = Mock(device=torch.device("cuda", 1))
     assert list(describe_device(recipe, on_gpu)) == ["device: the GPU 1"]

@@ -102,6 +102,13 @@ def resharded(model: nn.Module) -> Iterator[None]:
     unshard(model, in_place=True)
 
 
+@contextmanager
+def resharded_after(model: nn.Module) -> Iterator[None]:
+    """Around passes without gradient, which leave what is outside the layers gathered: after them that is freed too."""
+    yield
+    reshard(model)
+
+
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The parts of the model that are gathered together, outermost first."""
     return [cast("FSDPModule", module) for module in model.modules() if hasattr(module, "reshard")]
