@@ -502,7 +502,7 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int, *others: str) -> 
     from srtrl.planner import MAX_SHARE, find_config
     from srtrl.recipe.file import load_recipe
     from srtrl.run.checkpoint import save_policy
-    from srtrl.run.step_time import DEFAULT_GPU_GIB
+    from srtrl.run.estimate import DEFAULT_GPU_GIB
 
     changes = [
         *others,

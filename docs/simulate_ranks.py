@@ -5,7 +5,7 @@
 Nothing is measured. The samples of a step have the lengths of the recording, whose prompts come again in turn, and the
 mean length of each prompt is known, as after an earlier visit. Samples are dealt to the GPUs and claimed by the rules
 of srtrl/features/sharing.py. A GPU gives all of its sequences tokens at one rate, by the curves of
-srtrl/run/step_time.py, until one of them ends. Messages of rollouts, rewards and the reading of prompts take no time.
+srtrl/run/estimate.py, until one of them ends. Messages of rollouts, rewards and the reading of prompts take no time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from srtrl.features.sharing import SeveralRanks, deal
 from srtrl.planner import find_config, plan_memory, step_time
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.run.step_time import StepTime, find_gpu
+from srtrl.run.estimate import StepTime, find_gpu
 from srtrl.types import Request
 
 
@@ -95,9 +95,9 @@ def requests_of(prompts: Sequence[RecordedPrompt], recipe: Recipe) -> tuple[list
 
 def row_of(recipe: Recipe, prompts: Sequence[RecordedPrompt], gpu: str, num_gpus: int) -> str:
     """A row of the table."""
-    name, gib, _ = find_gpu(gpu)
+    device, gib, _ = find_gpu(gpu)
     config, _ = find_config(recipe.model.path)
-    times = step_time(recipe, config, plan_memory(recipe, config, int(gib * GIB), num_gpus), name)
+    times = step_time(recipe, config, plan_memory(recipe, config, int(gib * GIB), num_gpus), device)
     requests, expected = requests_of(prompts, recipe)
     times = with_lengths(times, prompts, requests)
     lines, rollouts, shares = deal(requests, expected, num_gpus), [], []

@@ -270,7 +270,7 @@ def show_config(
         print(text)
     if not check:
         return
-    from srtrl.describe import describe_plan
+    from srtrl.planner import describe_plan
 
     lines = [*describe_plan(resolved, gpu, gpus)]
     print(*(f"# {line}" if as_yaml else line for line in lines), sep="\n", file=sys.stderr if as_json else sys.stdout)

@@ -25,10 +25,10 @@ from update_cases import random_shares
 from srtrl.build_models import build_policy, make_policy_optimizer
 from srtrl.cuda import flash
 from srtrl.cuda.flash import choose_flash, use_flash
-from srtrl.describe import describe_plan
 from srtrl.model.attention import PackedPlan, check_packed_attention, varlen_attention
 from srtrl.model.transformer import LayerKind, ModelConfig
 from srtrl.model.weights import read_config
+from srtrl.planner import describe_plan
 from srtrl.run.machine import describe_machine
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16

@@ -1,34 +1,171 @@
 """Time and space of a run, computed from a recipe before it runs: seconds of a step, bytes to download and to keep.
 
-Responses count with their maximum length; drafts, evaluations and what samples of a prompt share are left out.
+Responses count with their maximum length; what samples of a prompt share is left out. The curves of GPUs are data
+sheets, and the shares of them that one H200 reached with Qwen2.5-1.5B (docs/benchmarks.md, "On a GPU"). Nothing is
+known of what other GPUs reach, and NCCL has not run: links count with their data sheets.
 """
 
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
-from srtrl.engine.kv_memory import CPU_SLOTS
+from srtrl.engine.kv_memory import CPU_SLOTS, GIB
+from srtrl.engine.runner import page_bytes_of
 from srtrl.model.folders import is_local
-from srtrl.model.hf_config import config_from_hf
-from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import read_config
 from srtrl.recipe.schema import Recipe
-from srtrl.run.step_time import StepTime, num_tokens, operations_per_weight
 
 MIN_SLOW_PARAMETERS = 400_000_000
 """A model with as many is one for a GPU: Qwen2.5-0.5B has 494 million."""
-THREAD_FLOPS, CPU_BYTES_PER_SECOND = 5e10, 1e10
-"""Of a thread of a CPU; and of a CPU, whose threads share them. Assumed, not measured on the CPU at hand."""
+DEFAULT_GPU_GIB, MAX_GPU_GIB = 80.0, 100_000
+"""Memory to plan for where there is no GPU (one that is sold as 80 GB has about 79 GiB), and the largest."""
+GPUS_OF_A_MACHINE, BETWEEN_MACHINES = 8, 50e9
+"""Beyond as many the network is the link: bytes per second of a GPU's 400 Gbit/s."""
+HOST = ((0.25e-3, 2.8e-6), (0.6e-3, 15e-6))
+"""Seconds of the host while a GPU waits, without and with drafts: of a decode step, and of each of its sequences."""
+DRAFTS = ((6, 9.2, 16.0), (45, 5.4, 7.2), (125, 4.8, 5.8), (308, 1.4, 1.6))
+"""Sequences in a decode step, tokens that each got from it and had in it: recorded mathematics, `srt`, half known."""
 
 
-def step_seconds(recipe: Recipe, num_parameters: int, num_threads: int) -> float:
-    """Seconds of a training step of a model with `num_parameters`, on threads of a CPU."""
-    rollout, is_half = recipe.rollout, recipe.model.dtype == "bfloat16"
-    num_samples = rollout.num_prompts * rollout.num_samples
-    slots = CPU_SLOTS if rollout.slots == "auto" else rollout.slots
-    decode_step = num_parameters * (2 if is_half else 4) / CPU_BYTES_PER_SECOND
-    decode = -(-num_samples // slots) * rollout.max_new_tokens * decode_step
-    passes = 2 + operations_per_weight(recipe)  # 2 of the rollout itself
-    return decode + passes * num_parameters * num_tokens(recipe) / (THREAD_FLOPS * num_threads)
+class Device(NamedTuple):
+    """How fast a device computes."""
+
+    name: str
+    read: float
+    """Bytes per second in a decode step."""
+    products: float
+    """Operations per second of the rows of a decode step."""
+    update: float
+    """The same of a whole update."""
+    link: float = 1.0
+    """Bytes per second to the other GPUs of the machine, in one direction."""
+    gib: float = 0.0
+    """Memory that PyTorch shows, rounded down."""
+    float32: float = 1.0
+    """Share of the operations per second that is left in float32."""
+    layer_seconds: float = 0.0
+    """Of a decode step for each layer, beside its bytes or operations."""
+    host: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+
+
+def cpu(num_threads: int) -> Device:
+    """Threads of a CPU, which share its bytes: assumed, not measured on the CPU at hand."""
+    flops = 5e10 * num_threads
+    return Device(f"{num_threads} thread{'s' if num_threads > 1 else ''} of a CPU", 1e10, flops, flops)
+
+
+def _gpu(name: str, gib: float, read: float, flops: float, link: float) -> Device:
+    """A GPU by its data sheet (SXM; bfloat16 without sparsity), and the H200's shares: float32's tenth is a guess."""
+    return Device(name, 0.87 * read, 0.6 * flops, 0.32 * flops, link, gib, 0.1, 43e-6, HOST)
+
+
+GPUS = {
+    "a100": _gpu("A100", 79, 2.04e12, 312e12, 300e9),
+    "h100": _gpu("H100", 79, 3.35e12, 989e12, 450e9),
+    "h200": _gpu("H200", 139, 4.8e12, 989e12, 450e9),
+    "b200": _gpu("B200", 178, 8e12, 2250e12, 900e9),
+}
+
+
+def find_gpu(text: str | None) -> tuple[Device, float, str]:
+    """The GPU to plan for, its GiB, and their origin; where only a size is known, the time is that of an H200.
+
+    Args:
+        text: A name, or GiB; None for this machine's GPU.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if text is None and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        known = next((name for name in GPUS if name in device.name.lower()), "h200")
+        return GPUS[known], device.total_memory / GIB, device.name
+    if text is None:
+        return GPUS["h200"], DEFAULT_GPU_GIB, "there is none here; --gpu GIB for another size"
+    if text in GPUS:
+        return GPUS[text], GPUS[text].gib, f"--gpu {text}"
+    if not text.replace(".", "", 1).isdecimal() or not 1 <= float(text) <= MAX_GPU_GIB:
+        raise ValueError(f"--gpu: expected GiB from 1 to {MAX_GPU_GIB:,}, or one of {', '.join(GPUS)}; found {text!r}")
+    return GPUS["h200"], float(text), "--gpu"
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class StepTime:
+    """The parts of a training step's time."""
+
+    recipe: Recipe
+    policy: Transformer
+    """Only its sizes count."""
+    device: Device
+    slots: int
+    """Of each device."""
+    num_gpus: int = 1
+    gradient_bytes: int = 0
+    """What `train.sharding: ddp` sums over the GPUs in each optimizer step."""
+
+    @property
+    def num_weights(self) -> int:
+        """Number of the policy's weights."""
+        return sum(weight.numel() for weight in self.policy.parameters())
+
+    def _seconds(self, operations_per_weight: float, rate: float) -> float:
+        is_half = self.recipe.model.dtype == "bfloat16"
+        return operations_per_weight * self.num_weights / (rate if is_half else rate * self.device.float32)
+
+    def token_seconds(self, num_sequences: int, *, drafts: bool) -> float:
+        """Seconds in which a device decodes a token of each of its sequences; drafts are used where that is faster."""
+        rollout, device, rate, rows = self.recipe.rollout, self.device, 1.0, 1.0
+        if drafts:
+            sequences, *columns = zip(*DRAFTS, strict=True)
+            rate, rows = (float(np.interp(num_sequences, sequences, column)) for column in columns)
+        context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
+        kv_bytes, weight_bytes = page_bytes_of(self.policy, 1) * context, self.num_weights * self.policy.dtype.itemsize
+        step = max(weight_bytes / device.read, self._seconds(2 * rows * num_sequences, device.products))
+        step += device.layer_seconds * len(self.policy.layers) + kv_bytes * num_sequences / device.read
+        fixed, each = device.host[drafts]
+        found = (step + fixed + each * num_sequences) / rate
+        return min(found, self.token_seconds(num_sequences, drafts=False)) if drafts else found
+
+    def rollout_seconds(self, num_prompts: int, num_samples: int, *, drafts: bool = False) -> float:
+        """Seconds of a rollout with `num_samples` of each prompt, which the GPUs share evenly."""
+        rollout = self.recipe.rollout
+        full, rest = divmod(ceil(num_prompts * num_samples / self.num_gpus), self.slots)
+        waves = [self.slots] * full + [rest] * (rest > 0)
+        decoded = rollout.max_new_tokens * sum(self.token_seconds(number, drafts=drafts) for number in waves)
+        return decoded + self._seconds(
+            2 * num_prompts * rollout.max_prompt_tokens / self.num_gpus, self.device.products
+        )
+
+    def update_seconds(self) -> float:
+        """Seconds of all passes over a batch, with the messages between GPUs; those of fsdp2 hide behind the passes."""
+        train, rollout, algorithm = self.recipe.train, self.recipe.rollout, self.recipe.algorithm
+        num_tokens = rollout.num_prompts * (rollout.num_samples * rollout.max_new_tokens + rollout.max_prompt_tokens)
+        num_updates = self.recipe.policy_updates.steps_per_batch
+        num_passes = ceil(num_tokens * train.num_epochs / num_updates / train.micro_batch_tokens)
+        mine = ceil(num_passes / self.num_gpus)
+        num_frozen = (algorithm.kl.coefficient > 0) + (algorithm.teacher is not None)
+        operations = 6 * train.num_epochs * (1 if self.recipe.critic is None else 2) + 2 * num_frozen
+        seconds = mine / num_passes * self._seconds(operations * num_tokens, self.device.update)
+        link = self.device.link if self.num_gpus <= GPUS_OF_A_MACHINE else BETWEEN_MACHINES
+        sent = (1 - 1 / self.num_gpus) * num_updates / link
+        if train.sharding == "ddp":
+            return seconds + 2 * sent * self.gradient_bytes
+        of_pass = (2 + num_frozen) * self.policy.dtype.itemsize + 4  # bytes of a weight: gathered, and its gradient
+        return max(seconds, mine * sent * of_pass * self.num_weights)
+
+    def step_seconds(self) -> float:
+        """Seconds of a step without drafts and evaluations."""
+        rollout = self.recipe.rollout
+        return self.rollout_seconds(rollout.num_prompts, rollout.num_samples) + self.update_seconds()
+
+
+def cpu_time(recipe: Recipe, policy: Transformer, num_threads: int) -> StepTime:
+    """The time of a step on a CPU."""
+    slots = CPU_SLOTS if recipe.rollout.slots == "auto" else recipe.rollout.slots
+    return StepTime(recipe=recipe, policy=policy, device=cpu(num_threads), slots=slots)
 
 
 def checkpoint_bytes(recipe: Recipe, num_parameters: int) -> int:
@@ -38,75 +175,43 @@ def checkpoint_bytes(recipe: Recipe, num_parameters: int) -> int:
     return num_parameters * (policy + (0 if recipe.critic is None else weights + optimizer))
 
 
-def describe_cpu(recipe: Recipe, num_threads: int) -> list[str]:
-    """Time on a CPU, and disk: lines of `srtrl show-config --check`; none for a model whose shape is not known here.
-
-    Args:
-        recipe: Of its model only the shape is read.
-        num_threads: Of the CPU that trains.
-    """
-    path, known = recipe.model.path, published_shape(recipe.model.path)
-    if (recipe.warm_start is not None and recipe.warm_start.architecture is not None) or not (is_local(path) or known):
-        return []
-    config = read_config(path) if is_local(path) else config_from_hf(known or {}, path)
-    num_parameters = _num_parameters(Transformer(config, torch.float32, "meta"))
-    seconds = step_seconds(recipe, num_parameters, num_threads)
-    return [_time(recipe, seconds, f"{_threads(num_threads)} of a CPU"), _disk(recipe, num_parameters)]
-
-
-def describe_gpus(times: StepTime, name: str, *, fits: bool) -> list[str]:
-    """The same on GPUs of this name, and the parts of the step; no time where the step does not fit."""
-    recipe, rollout, held_out = times.recipe, times.recipe.rollout, times.recipe.eval
-    disk = _disk(recipe, _num_parameters(times.policy))
-    if not fits:
-        return ["time: not computed for a step that does not fit", disk]
-    plain, drafted = (
-        times.rollout_seconds(rollout.num_prompts, rollout.num_samples, drafts=drafts) for drafts in (False, True)
-    )
-    update, device = times.update_seconds(), f"{times.num_gpus} x" if times.num_gpus > 1 else "one"
-    parts = f"rollout {_duration(plain)}, or {_duration(drafted)} with drafts as on recorded mathematics; "
-    parts += f"update {_duration(update)}"
+def describe_cost(times: StepTime) -> list[str]:
+    """Time and disk: lines of `srtrl show-config --check`."""
+    recipe, rollout, train, held_out = times.recipe, times.recipe.rollout, times.recipe.train, times.recipe.eval
+    name, seconds = times.device.name, times.step_seconds()
+    device = f"{times.num_gpus} x {name}" if times.num_gpus > 1 else f"one {name}" if times.device.gib else name
+    drafted = times.rollout_seconds(rollout.num_prompts, rollout.num_samples, drafts=True)
+    update = times.update_seconds()
+    parts = f"rollout {_duration(seconds - update)}, or {_duration(drafted)} with drafts as on recorded mathematics"
+    parts += f"; update {_duration(update)}"
     if held_out.num_problems is not None:
-        evaluation = times.rollout_seconds(held_out.num_problems, held_out.num_samples, drafts=False)
-        parts += f"; evaluation {_duration(evaluation)}"
-    return [_time(recipe, plain + update, f"{device} {name.upper()}"), f"  {parts} (computed, not measured)", disk]
-
-
-def _time(recipe: Recipe, seconds: float, device: str) -> str:
-    return (
-        f"time: about {_duration(seconds)} per step, {_duration(recipe.train.num_steps * seconds)} in all, "
-        f"{_condition(recipe)} (computed for {device}, without drafts and evaluations)"
-    )
-
-
-def _disk(recipe: Recipe, num_parameters: int) -> str:
-    train = recipe.train
-    download = "nothing" if is_local(recipe.model.path) else f"{_two_digits(2 * num_parameters / 1e9)} GB"
+        parts += f"; evaluation {_duration(times.rollout_seconds(held_out.num_problems, held_out.num_samples))}"
+    download = "nothing" if is_local(recipe.model.path) else f"{_two_digits(2 * times.num_weights / 1e9)} GB"
     kept = min(train.keep_checkpoints + (train.keep_best is not None), -(-train.num_steps // train.checkpoint_every))
-    size = kept * checkpoint_bytes(recipe, num_parameters) / 1e9
-    return f"disk: {download} to download for the model, {_two_digits(size)} GB of checkpoints ({kept} kept)"
+    size = _two_digits(kept * checkpoint_bytes(recipe, times.num_weights) / 1e9)
+    return [
+        f"time: about {_duration(seconds)} per step, {_duration(train.num_steps * seconds)} in all, "
+        f"{_condition(recipe)} (computed for {device}, without drafts and evaluations)",
+        f"  {parts} (computed, not measured)",
+        f"disk: {download} to download for the model, {size} GB of checkpoints ({kept} kept)",
+    ]
 
 
 def describe_device(recipe: Recipe, model: Transformer) -> list[str]:
     """The first lines of a run: its device and, for a large model on a CPU, the seconds of a step."""
     if model.device.type == "cuda":
         return [f"device: {torch.cuda.get_device_name(model.device)}"]
-    num_threads, num_parameters = torch.get_num_threads(), _num_parameters(model)
-    duration = _duration(step_seconds(recipe, num_parameters, num_threads))
-    slow = f"{num_parameters / 1e9:.1f}B parameters are many for a CPU: about {duration} per step {_condition(recipe)}"
-    return [f"device: cpu, {_threads(num_threads)}", *[f"{slow} (computed)"] * (num_parameters >= MIN_SLOW_PARAMETERS)]
-
-
-def _num_parameters(model: Transformer) -> int:
-    return sum(weight.numel() for weight in model.parameters())
+    times = cpu_time(recipe, model, num_threads := torch.get_num_threads())
+    lines = [f"device: cpu, {num_threads} thread{'s' if num_threads > 1 else ''}"]
+    if times.num_weights >= MIN_SLOW_PARAMETERS:
+        duration, condition = _duration(times.step_seconds()), _condition(recipe)
+        many = f"{times.num_weights / 1e9:.1f}B parameters are many for a CPU"
+        lines.append(f"{many}: about {duration} per step {condition} (computed)")
+    return lines
 
 
 def _condition(recipe: Recipe) -> str:
     return f"if each response has {recipe.rollout.max_new_tokens:,} tokens"
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def _duration(seconds: float) -> str:
