@@ -125,7 +125,8 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
         )
     kept, gradients, base = _learner_bytes(config, section, num_parts)
     if gathered:
-        kept |= {"weights": num_bytes(policy.parameters()), "masters": kept["weights"]}
+        kept |= {"weights": num_bytes(policy.parameters()), "masters": kept["masters"] + kept["weights"]}
+        base = base * policy.dtype.itemsize // 4 if lora else base  # W0 is in the type of passes
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
     if recipe.algorithm.teacher is not None:
@@ -177,7 +178,7 @@ def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> str:
             return f"with {override} it fits, with {changed.slots} slots"
         saved, best = max((saved, best), (plan.without_kv - changed.without_kv, override))
     needed = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
-    several = ", or several with train.sharding=fsdp2" if plan.num_gpus == 1 and recipe.model.lora is None else ""
+    several = ", or several with train.sharding=fsdp2" if plan.num_gpus == 1 else ""
     too_little = f"; {best} saves {saved / GIB:.1f} GiB, which is not enough" if best else ""
     return f"a GPU of {needed:.0f} GiB{several}{too_little}"
 
@@ -318,21 +319,22 @@ def _learner_bytes(
 ) -> tuple[dict[str, int], int, int]:
     """Bytes by name of what a model that learns keeps, of its gradients, and of its weights at the start of the run.
 
-    With `num_parts` they are those of one rank of as many that shard the model, whose type is then float32.
+    With `num_parts` they are those of one rank of as many that shard the model, whose type is then float32. A and B of
+    LoRA are whole on each.
     """
     policy = make_policy(config, section)
     model = ValueModel(policy) if is_critic else policy
     optimizer, masters = make_optimizer(model, section)
-    weights = num_bytes(model.parameters(), num_parts)
+    base = weights = num_bytes(model.parameters(), num_parts)
+    if isinstance(optimizer, LoraAdamW):
+        base, num_parts = num_bytes((matrix.base for matrix in optimizer.matrices), num_parts), 1
     kept = {
         "weights": weights,
         "masters": num_bytes(masters, num_parts),
         "moments": sum(num_bytes(state.values(), num_parts) for state in optimizer.state.values()),
     }
-    if isinstance(optimizer, LoraAdamW):
-        return kept, optimizer.gradient_bytes, num_bytes(matrix.base for matrix in optimizer.matrices)
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return kept, num_bytes(held, num_parts), weights
+    return kept, num_bytes(held, num_parts), base
 
 
 def _gathered_bytes(policy: Transformer) -> int:
