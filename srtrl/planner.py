@@ -130,7 +130,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
     if recipe.algorithm.teacher is not None:
-        teacher = find_config(recipe.algorithm.teacher.path)[0]
+        teacher = find_config(recipe.algorithm.teacher.path, "algorithm.teacher.path")[0]
         parts["teacher"] = num_bytes(make_policy(teacher, section).parameters(), num_parts)
     if recipe.critic is not None:
         critic, critic_gradients, _ = _learner_bytes(config, section, num_parts, is_critic=True)
@@ -201,9 +201,10 @@ def describe_plan(recipe: Recipe, gpu: str | None, gpus: int | None) -> Iterator
         yield f"verdict: {_checked(recipe)}; `srtrl warm-start` writes {recipe.warm_start.output}"
         return
     on_cpu, path = gpu is None and gpus is None and choose_device(recipe).type == "cpu", recipe.model.path
-    if on_cpu and (is_local(path) or published_shape(path)):
-        policy = make_policy(find_config(path)[0], recipe.model)
-        yield from describe_cost(cpu_time(recipe, policy, recipe.num_threads or num_cores()))
+    paths = [path] if recipe.algorithm.teacher is None else [path, recipe.algorithm.teacher.path]
+    if on_cpu and all(is_local(one) or published_shape(one) for one in paths):
+        policy, num_threads = make_policy(find_config(path)[0], recipe.model), recipe.num_threads or num_cores()
+        yield from describe_cost(cpu_time(recipe, policy, num_threads, _teacher_weights(recipe)))
     if on_cpu and recipe.device == "cpu":
         yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
         yield _verdict(recipe, "trains on the CPU")
@@ -248,7 +249,15 @@ def step_time(recipe: Recipe, config: ModelConfig, plan: MemoryPlan, gpu: Device
     """The time of a step as it is planned, on GPUs of this kind."""
     policy, gradients = make_policy(config, recipe.model), plan.parts["gradients"]
     sizes = {"num_gpus": plan.num_gpus, "slots": plan.slots, "gradient_bytes": gradients}
-    return StepTime(recipe=recipe, policy=policy, device=gpu, **sizes)
+    return StepTime(recipe=recipe, policy=policy, device=gpu, teacher_weights=_teacher_weights(recipe), **sizes)
+
+
+def _teacher_weights(recipe: Recipe) -> int:
+    """Number of weights of the teacher, if there is one."""
+    if recipe.algorithm.teacher is None:
+        return 0
+    teacher = make_policy(find_config(recipe.algorithm.teacher.path, "algorithm.teacher.path")[0], recipe.model)
+    return sum(weight.numel() for weight in teacher.parameters())
 
 
 def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[str]:
@@ -278,15 +287,14 @@ def _verdict(recipe: Recipe, outcome: str) -> str:
 
 def _checked(recipe: Recipe) -> str:
     """The correct parts of a recipe, and those that the checks did not look up."""
-    paths = recipe.model.model_dump(include={"path", "tokenizer"})
-    remote = [f"model.{key} ({path})" for key, path in paths.items() if path and not is_local(path)]
+    remote = [f"{option} ({path})" for option, path in recipe.model_paths.items() if not is_local(path)]
     remote += ["the rows of task.options"] if needs_network(recipe.task) else []
     unseen = f"; not looked up on the hub: {', '.join(remote)}" if remote else ""
     return f"all names, options and paths are correct{unseen}"
 
 
-def find_config(path: str) -> tuple[ModelConfig, str]:
-    """The shape of a model, without its weights, and what to say of where it is from.
+def find_config(path: str, option: str = "model.path") -> tuple[ModelConfig, str]:
+    """The shape of a model that an option names, without its weights, and what to say of where it is from.
 
     The shapes of `srtrl.model.published_shapes` need no network; of another hub model only `config.json` is downloaded.
 
@@ -301,7 +309,7 @@ def find_config(path: str) -> tuple[ModelConfig, str]:
         file = huggingface_hub.hf_hub_download(path, "config.json")
     except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
         raise ValueError(
-            f"model.path: {path}: the Hugging Face hub does not give its config.json ({type(error).__name__}), which "
+            f"{option}: {path}: the Hugging Face hub does not give its config.json ({type(error).__name__}), which "
             "says what memory it needs; without network give a local folder, or Qwen2.5 up to 14B, Qwen3-4B or Qwen3-8B"
         ) from error
     return read_config(Path(file).parent), ""

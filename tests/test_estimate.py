@@ -1,4 +1,4 @@
-"""What a run takes, as it is computed before: time, disk, and the first lines of a run."""
+"""Estimates before a run: time, disk, and the first lines of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from typer.testing import CliRunner
 
 from srtrl.build import run_training
 from srtrl.cli import app
+from srtrl.engine.kv_memory import GIB
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
+from srtrl.planner import find_config, plan_memory, step_time
 from srtrl.recipe.file import load_recipe
-from srtrl.run.estimate import checkpoint_bytes, cpu_time, describe_device
+from srtrl.run.estimate import GPUS, StepTime, checkpoint_bytes, cpu_time, describe_cost, describe_device
 
 QWEN = "Qwen/Qwen2.5-0.5B"
 TIME = "if each response has 1,024 tokens (computed for {}, without drafts and evaluations)"
@@ -56,6 +58,35 @@ def test_a_checkpoint_has_the_computed_size(changes: dict[str, Any], policy: Pat
     assert computed < num_bytes < computed + (120_000 if recipe.model.lora else 20_000)
 
 
+def test_a_teacher_counts_with_its_own_size() -> None:
+    """7.62 and 14.77 billion parameters, in bfloat16; the teacher scores, and is in no checkpoint."""
+
+    def times(*changes: str) -> StepTime:
+        recipe = load_recipe(Path("lora_math_7b"), ["algorithm.kl.coefficient=0", "rollout.slots=64", *changes])
+        config = find_config(recipe.model.path)[0]
+        return step_time(recipe, config, plan_memory(recipe, config, 140 * GIB), GPUS["h200"])
+
+    large = "algorithm.teacher.path=Qwen/Qwen2.5-14B"
+    without, beside, local, itself = found = (
+        times(),
+        times(large),
+        times(large, "model.path=bundled:tiny", "model.lora=null", "rollout.max_new_tokens=512"),
+        times("algorithm.teacher.path=Qwen/Qwen2.5-7B-Instruct"),
+    )
+    assert [describe_cost(one)[2].removeprefix("disk: ").partition(", ")[0] for one in found] == [
+        "15 GB to download for the model",
+        "45 GB to download for the model and the teacher",
+        "30 GB to download for the teacher",
+        "15 GB to download for the model and the teacher",
+    ]
+    assert describe_cost(without)[2].partition(", ")[2] == describe_cost(beside)[2].partition(", ")[2]
+    assert local.teacher_weights == beside.teacher_weights > itself.teacher_weights == without.num_weights
+    rollout = beside.recipe.rollout
+    num_tokens = rollout.num_prompts * (rollout.num_samples * rollout.max_new_tokens + rollout.max_prompt_tokens)
+    more = beside.update_seconds() - without.update_seconds()
+    assert more == pytest.approx(2 * beside.teacher_weights * num_tokens / (0.32 * 989e12))
+
+
 def test_lines_of_the_check() -> None:
     def lines(recipe: str, *overrides: str) -> list[str]:
         arguments = ["show-config", recipe, "--check", "device=cpu", "num_threads=1", *overrides]
@@ -69,7 +100,7 @@ def test_lines_of_the_check() -> None:
     assert lines("grpo_gsm8k", "model.path=some/other") == []
     assert lines("warm_start_tiny") == []
     assert lines("quickstart", "train.num_steps=1")[2] == (
-        "disk: nothing to download for the model, 0.0099 GB of checkpoints (1 kept)"
+        "disk: nothing to download, 0.0099 GB of checkpoints (1 kept)"
     )
 
 

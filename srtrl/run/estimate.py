@@ -105,15 +105,16 @@ class StepTime:
     num_gpus: int = 1
     gradient_bytes: int = 0
     """What `train.sharding: ddp` sums over the GPUs in each optimizer step."""
+    teacher_weights: int = 0
+    """Number of a teacher's weights."""
 
     @property
     def num_weights(self) -> int:
         """Number of the policy's weights."""
         return sum(weight.numel() for weight in self.policy.parameters())
 
-    def _seconds(self, operations_per_weight: float, rate: float) -> float:
-        is_half = self.recipe.model.dtype == "bfloat16"
-        return operations_per_weight * self.num_weights / (rate if is_half else rate * self.device.float32)
+    def _seconds(self, num_operations: float, rate: float) -> float:
+        return num_operations / (rate if self.recipe.model.dtype == "bfloat16" else rate * self.device.float32)
 
     def token_seconds(self, num_sequences: int, *, drafts: bool) -> float:
         """Seconds in which a device decodes a token of each of its sequences; drafts are used where that is faster."""
@@ -122,8 +123,11 @@ class StepTime:
             sequences, *columns = zip(*DRAFTS, strict=True)
             rate, rows = (float(np.interp(num_sequences, sequences, column)) for column in columns)
         context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
-        kv_bytes, weight_bytes = page_bytes_of(self.policy, 1) * context, self.num_weights * self.policy.dtype.itemsize
-        step = max(weight_bytes / device.read, self._seconds(2 * rows * num_sequences, device.products))
+        kv_bytes, num_weights = page_bytes_of(self.policy, 1) * context, self.num_weights
+        step = max(
+            num_weights * self.policy.dtype.itemsize / device.read,
+            self._seconds(2 * num_weights * rows * num_sequences, device.products),
+        )
         step += device.layer_seconds * len(self.policy.layers) + kv_bytes * num_sequences / device.read
         fixed, each = device.host[drafts]
         found = (step + fixed + each * num_sequences) / rate
@@ -135,9 +139,8 @@ class StepTime:
         full, rest = divmod(ceil(num_prompts * num_samples / self.num_gpus), self.slots)
         waves = [self.slots] * full + [rest] * (rest > 0)
         decoded = rollout.max_new_tokens * sum(self.token_seconds(number, drafts=drafts) for number in waves)
-        return decoded + self._seconds(
-            2 * num_prompts * rollout.max_prompt_tokens / self.num_gpus, self.device.products
-        )
+        read = 2 * self.num_weights * num_prompts * rollout.max_prompt_tokens / self.num_gpus
+        return decoded + self._seconds(read, self.device.products)
 
     def update_seconds(self) -> float:
         """Seconds of all passes over a batch, with the messages between GPUs; those of fsdp2 hide behind the passes."""
@@ -146,15 +149,16 @@ class StepTime:
         num_updates = self.recipe.policy_updates.steps_per_batch
         num_passes = ceil(num_tokens * train.num_epochs / num_updates / train.micro_batch_tokens)
         mine = ceil(num_passes / self.num_gpus)
-        num_frozen = (algorithm.kl.coefficient > 0) + (algorithm.teacher is not None)
-        operations = 6 * train.num_epochs * (1 if self.recipe.critic is None else 2) + 2 * num_frozen
+        has_reference = algorithm.kl.coefficient > 0
+        operations = 6 * train.num_epochs * (1 if self.recipe.critic is None else 2) + 2 * has_reference
+        operations = operations * self.num_weights + 2 * self.teacher_weights
         seconds = mine / num_passes * self._seconds(operations * num_tokens, self.device.update)
         link = self.device.link if self.num_gpus <= GPUS_OF_A_MACHINE else BETWEEN_MACHINES
         sent = (1 - 1 / self.num_gpus) * num_updates / link
         if train.sharding == "ddp":
             return seconds + 2 * sent * self.gradient_bytes
-        of_pass = (2 + num_frozen) * self.policy.dtype.itemsize + 4  # bytes of a weight: gathered, and its gradient
-        return max(seconds, mine * sent * of_pass * self.num_weights)
+        gathered = ((2 + has_reference) * self.num_weights + self.teacher_weights) * self.policy.dtype.itemsize
+        return max(seconds, mine * sent * (gathered + 4 * self.num_weights))
 
     def step_seconds(self) -> float:
         """Seconds of a step without drafts and evaluations."""
@@ -162,10 +166,11 @@ class StepTime:
         return self.rollout_seconds(rollout.num_prompts, rollout.num_samples) + self.update_seconds()
 
 
-def cpu_time(recipe: Recipe, policy: Transformer, num_threads: int) -> StepTime:
+def cpu_time(recipe: Recipe, policy: Transformer, num_threads: int, teacher_weights: int = 0) -> StepTime:
     """The time of a step on a CPU."""
     slots = CPU_SLOTS if recipe.rollout.slots == "auto" else recipe.rollout.slots
-    return StepTime(recipe=recipe, policy=policy, device=cpu(num_threads), slots=slots)
+    sizes = {"slots": slots, "teacher_weights": teacher_weights}
+    return StepTime(recipe=recipe, policy=policy, device=cpu(num_threads), **sizes)
 
 
 def checkpoint_bytes(recipe: Recipe, num_parameters: int) -> int:
@@ -186,14 +191,19 @@ def describe_cost(times: StepTime) -> list[str]:
     parts += f"; update {_duration(update)}"
     if held_out.num_problems is not None:
         parts += f"; evaluation {_duration(times.rollout_seconds(held_out.num_problems, held_out.num_samples))}"
-    download = "nothing" if is_local(recipe.model.path) else f"{_two_digits(2 * times.num_weights / 1e9)} GB"
+    sizes = {"model": (recipe.model.path, times.num_weights)}
+    if recipe.algorithm.teacher is not None:
+        sizes["teacher"] = recipe.algorithm.teacher.path, times.teacher_weights
+    remote = {name: pair for name, pair in sizes.items() if not is_local(pair[0])}
+    download = _two_digits(2 * sum(dict(remote.values()).values()) / 1e9)
+    download = f"{download} GB to download for the {' and the '.join(remote)}" if remote else "nothing to download"
     kept = min(train.keep_checkpoints + (train.keep_best is not None), -(-train.num_steps // train.checkpoint_every))
     size = _two_digits(kept * checkpoint_bytes(recipe, times.num_weights) / 1e9)
     return [
         f"time: about {_duration(seconds)} per step, {_duration(train.num_steps * seconds)} in all, "
         f"{_condition(recipe)} (computed for {device}, without drafts and evaluations)",
         f"  {parts} (computed, not measured)",
-        f"disk: {download} to download for the model, {size} GB of checkpoints ({kept} kept)",
+        f"disk: {download}, {size} GB of checkpoints ({kept} kept)",
     ]
 
 
