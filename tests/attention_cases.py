@@ -124,7 +124,7 @@ def attend_by_kernel(
 
 
 def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor, window: int | None = None) -> Tensor:
-    """What `attend_by_kernel` should give."""
+    """Expected result of `attend_by_kernel`."""
     indices = step.rows.kv_indices.long()
     k, v = (pages.flatten(0, 1)[indices] for pages in (cache.kernel_keys(0), cache.kernel_values(0)))
     return ReferencePlan(cache, step.rows).attend(0, q, k, v, window)

@@ -212,7 +212,7 @@ def test_activation_of_a_row_does_not_depend_on_the_batch(
 def test_packed_attention_equals_the_reference(
     lengths: list[int], heads: tuple[int, int, int], window: int | None, seed: int, shares: bool
 ) -> None:
-    """Of whole sequences, and of sequences that begin as the one before does."""
+    """Sequences are whole, or begin as the one before does."""
     num_heads, num_kv_heads, head_dim = heads
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     generator = torch.Generator().manual_seed(seed)

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 NUM_BINS, BIN_NATS = 16, 0.25
-"""Of margins; the last bin has no end."""
+"""Bins of margins, and their width; the last bin has no end."""
 FIRST_CHANCES, FIRST_WEIGHT = (0.3, 0.1), 4.0
-"""Of the best and the second best token, and the tokens that this counts as."""
+"""Initial chances of the best and the second best token, and the number of tokens that they count as."""
 MAX_TOKENS = 1000.0
 """With more, old tokens lose half of their weight: policy and head move."""
 PROBE_EVERY = 16
 """One step in this many it runs for all sequences, so that what it promises stays current."""
 FILE = "draft_head_margins.safetensors"
-"""In a checkpoint: what margins were worth."""
+"""File of a checkpoint: the accepted and tried guesses by margin."""
 NO_SLOTS: Int64Array = np.empty(0, np.int64)
 HITS, TRIALS = 0, 1
 
@@ -225,7 +225,7 @@ class HeadDrafter:
         self._last_seconds = time.perf_counter() - started
 
     def _seconds_per_token(self, num_sequences: int) -> float:
-        """Time in which a step of this many sequences without drafts gives a token; infinite where none is measured."""
+        """Time in which a step of this many sequences without drafts gives a token; infinite if none is measured."""
         if self.cost is None or self.cost.is_fixed or not self.cost.is_known:
             return float("inf")
         return self.cost.seconds(num_sequences) / num_sequences
@@ -256,7 +256,7 @@ class HeadDrafter:
 
 
 def _guesses_on(runner: Runner, head: DraftHead, *, k: int, slots: int) -> "CpuGuesses | CudaGuesses":
-    """What computes the guesses where the runner computes."""
+    """Guesses that are computed on the runner's device."""
     if isinstance(runner, CpuRunner):
         return CpuGuesses(head, runner, k=k)
     from srtrl.cuda.runner import CudaRunner
@@ -274,7 +274,7 @@ def wrap_for_warm_up(inner: DrafterBase, runner: Runner) -> DrafterBase:
 
 @numba.njit(cache=True, nogil=True)
 def _fill_chances(table: Array, bins: Array, tokens: Array, chances: Array) -> None:
-    """The chance that each guess, and all above it, is accepted, [C, K, 2]; 0 where it is refused."""
+    """The chance that each guess, and all above it, is accepted, [C, K, 2]; 0 if it is refused."""
     for c in range(len(bins)):
         above = 1.0
         for depth in range(bins.shape[1]):
