@@ -85,11 +85,6 @@ class ScheduledStep:
         """Rows of all chunks."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
-    @property
-    def next_tokens(self) -> list[Int32Array]:
-        """The token after each row, of all chunks."""
-        return [np.append(chunk.token_ids[1:], np.int32(chunk.next_token)) for chunk in self.chunks]
-
     def end(self, sample: Sample) -> None:
         """A sample loses its slot. If it started in this step, undo the start."""
         if sample in self.started:

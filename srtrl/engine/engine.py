@@ -22,7 +22,7 @@ from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.step_inputs import fill_inputs
 from srtrl.engine.stopping import StopFinder, Tokenizer
-from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
+from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, rows_that_stay, verify
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, FinishReason, Purpose, Request, Response
 
@@ -376,9 +376,7 @@ class Engine:
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         self.clock.lap("verify")
         if self.drafts and self.drafter.reads_states:
-            prompts = len(step.slots) + trees.num_nodes + np.arange(step.num_prompt_rows)
-            rows = np.concatenate([verified.rows_of_tokens(trees), prompts])
-            self.drafter.computed(rows, np.concatenate([verified.token_ids, *step.next_tokens]))
+            self.drafter.computed(*rows_that_stay(step, trees, verified))
         self.drafter.prepare(verified.slots, verified.token_ids, verified.offsets, verified.rows)
         self.clock.lap("propose")
         if trees.num_nodes:
