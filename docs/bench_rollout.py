@@ -50,7 +50,7 @@ Row = Mapping[str, Any]
 
 NUM_PROMPTS, NUM_SAMPLES = 128, 16
 NUM_WORDINGS = 3
-"""Of each generated prompt: each of its samples follows one of them."""
+"""Wordings of each generated prompt: each of its samples follows one of them."""
 NEW_TOKEN = 0.03
 """Chance, at each token of a generated sample, that it is another one than that of the wording."""
 
@@ -60,9 +60,9 @@ class Trace:
     """Recorded rollouts, some of which a drafter has seen before while the others are decoded once more."""
 
     history: tuple[RecordedPrompt, ...]
-    """What the drafter has seen: of each prompt its first samples."""
+    """Rollouts that the drafter has seen: the first samples of each prompt."""
     requests: tuple[Request, ...]
-    """What is decoded, by prompt; `draw_index` is the prompt's number."""
+    """Requests to decode, by prompt; `draw_index` is the prompt's number."""
     responses: dict[int, Tokens]
     """RNG key of a request -> the tokens that it shall get."""
 
@@ -108,7 +108,7 @@ def generated_prompts(max_tokens: int, vocab_size: int) -> list[RecordedPrompt]:
 def load_prompts(
     trace: Path | None, vocab_size: int, *, tokenizer: str | None, max_tokens: int | None
 ) -> list[RecordedPrompt]:
-    """What is decoded: the rollouts of `--trace`, or generated ones where none is given; ends where they are unfit."""
+    """Load the rollouts of `--trace`, or generate some if none is given; exit if they cannot be used."""
     if trace is None:
         return generated_prompts(max_tokens or 128, vocab_size)
     recording = read_recorded(trace, tokenizer=tokenizer, max_tokens=max_tokens or sys.maxsize)
@@ -136,7 +136,7 @@ class TraceRunner:
         self._starts = self._lengths.cumsum() - self._lengths
         self._tokens = np.concatenate([responses[key] for key in keys])
         self.prepared: list[bool] = []
-        """Of each step: whether no kernel was compiled for it, and no graph captured."""
+        """Whether each step ran without compiling a kernel or capturing a graph."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)

@@ -80,7 +80,7 @@ class Recorder(Drafter):
 
 
 def recording() -> Recording:
-    """What `Recorder` has kept."""
+    """Rollouts that `Recorder` has kept."""
     made = []
     for step in filter(None, Recorder.steps):
         prompts: dict[tuple[int, ...], RecordedPrompt] = {}

@@ -275,7 +275,7 @@ def draft_tree() -> None:
 
 
 def fork() -> None:
-    """What counts, noise and distribution say of the tokens that may come next."""
+    """Draw the scores of the next token's candidates by counts, noise and distribution."""
     svg = Svg("A fork with its guesses", 820, 300)
     svg.text(20, 32, "A sample has 6*7=4. Which token comes next? The longest bar of a column is drafted first.")
     places = [94 + 44.0 * number for number in range(len(FORK_TOKENS))]

@@ -263,7 +263,7 @@ def measure_head(path: Path, overrides: list[str], num_prompts: int, budgets: tu
 
 
 def price_head(figures: Figures, size: str, source: str, num_sequences: int) -> float:
-    """Tokens per second against no drafts, with the best number of draft nodes; 1 where none pays.
+    """Tokens per second against no drafts, with the best number of draft nodes; 1 if none pays.
 
     A head takes three times its weights at 80% of 4.8 TB/s or its products at 60% of 990 TFLOP/s, 50 launches of 2.5 us
     and 20 us for the graph; nothing of it is hidden.
@@ -318,7 +318,7 @@ Update = tuple[PolicyLearner, Sequence[TrainSequence], UpdateContext]
 
 
 def first_update(name: str, folder: str) -> Update:
-    """What the first step of a recipe learns from; the weights will stay nearly as they are."""
+    """Inputs of a recipe's first update; the weights will stay nearly as they are."""
     options = [f"output_dir={folder}", "train.num_steps=1", "train.learning_rate=1e-12", "eval.before_and_after=false"]
     with patch.object(PolicyLearner, "learn", autospec=True, return_value={}) as learn:
         run_training(load_recipe(Path(f"recipes/{name}.yaml"), [*options, "train.max_logprob_difference=1e9"]))
@@ -353,7 +353,7 @@ def random_model_update(samples: Iterator[tuple[int, Sequence[int], Sequence[int
 
 
 def recorded_samples(file: Path, tokenizer: str) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
-    """Of the first prompts of a recording."""
+    """Samples of the first prompts of a recording: draw, prompt and answer."""
     [prompts] = read_recorded(file, tokenizer=tokenizer, max_tokens=2048)
     for draw, prompt in enumerate(prompts[:4]):
         yield from ((draw, prompt.prompt_token_ids, sample.tokens.tolist()) for sample in prompt.samples[:8])

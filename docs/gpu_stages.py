@@ -50,7 +50,7 @@ KERNEL_TESTS = (
     "engine_cuda",
     "cuda_runner",
 )
-"""Of `values`."""
+"""Tests of the stage `values`."""
 
 TAIL = 8
 """Lines that are shown of a stage that failed."""
@@ -122,7 +122,7 @@ def versions(device: str) -> list[Row]:
 
 
 def median_seconds(device: str, work: Any, repeats: int = 10) -> float:
-    """Of a call and all that it launches."""
+    """Median time of a call and all that it launches."""
     import torch
 
     found = []
@@ -188,7 +188,7 @@ def graphs(device: str) -> list[Row]:
 
 
 def synchronisations(device: str) -> list[Row]:
-    """Filling and launching a step asks the device nothing; an error where it does."""
+    """Filling and launching a step asks the device nothing; an error if it does."""
     import torch
 
     from srtrl.engine.runner import timing_inputs
@@ -238,7 +238,7 @@ PROFILED = 14
 
 
 def update_of(device: str, length: int = 1024) -> Any:
-    """What computes the gradients of one micro-batch of 16 sequences, of which an eighth is prompt."""
+    """Return a function that computes the gradients of one micro-batch of 16 sequences; an eighth of it is prompt."""
     import torch
 
     from srtrl.cuda.update import fuse_update

@@ -27,7 +27,7 @@ FORMS = {
     "mark": "We see it.\n#### **X**",
 }
 SPELLINGS = (("\\frac", "\\dfrac"), ("\\left", ""), ("\\right", ""))
-"""What is written differently in the form `boxed`, and makes no difference."""
+"""Other spellings in the form `boxed`, which make no difference."""
 SECONDS = 10
 """Maximum time of one verdict."""
 
@@ -56,7 +56,7 @@ def too_long(*_: object) -> None:
 
 
 def plain(answer: str) -> str:
-    """Without what makes no difference."""
+    """The answer without spellings that make no difference."""
     return "".join(answer.replace("dfrac", "frac").replace("\\left", "").replace("\\right", "").split())
 
 

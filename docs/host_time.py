@@ -67,19 +67,19 @@ from srtrl.types import TopTokens
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
 CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
-"""Of the recorded token of a place, and of others in its stead."""
+"""Probabilities of the recorded token of a position, and of others in its stead."""
 
 DRAFT_SECONDS, HOST_SECONDS = 6e-6, 4e-6
-"""What the control of drafts is told of a step, for each sequence: drafting, and the host's other work."""
+"""Times of a step that the control of drafts is told, per sequence: drafting, and the host's other work."""
 HEAD_VOCABULARY, HEAD_TOKENS = 16_384, 3
-"""Of the drafter `srt+head`: tokens that the head lists, and those that it guesses in a row. Its time on a device is
+"""Tokens that the head of the drafter `srt+head` lists, and those that it guesses in a row. Its time on a device is
 not counted."""
 COLUMNS = [*(stage for stage in STAGES if stage != "wait"), "other"]
 """Stages of the serial part."""
 
 
 class Run(NamedTuple):
-    """What a rollout took, step by step."""
+    """Times of a rollout, step by step."""
 
     seconds: npt.NDArray[np.float64]
     """[steps, stages]: those of `COLUMNS`, then the hidden part."""
@@ -90,7 +90,7 @@ class Run(NamedTuple):
     num_full: int
     """The first steps, in which all slots decode."""
     metrics: dict[str, float]
-    """Of these."""
+    """Metrics of these steps."""
 
 
 class HostRunner(CudaRunner):
@@ -105,7 +105,7 @@ class HostRunner(CudaRunner):
         self._results = PinnedCopy(self._results.host.numel(), torch.device("cpu"))  # what can be copied back
         self._known = set(self.planner.graph_shapes())
         self.launched: list[tuple[int, bool]] = []
-        """Of each step its rows, with padding, and whether it is a captured one on a device."""
+        """Rows of each step, with padding, and whether it is a captured one on a device."""
         self.compute = lambda step: None
 
     def inputs_for(self, size: StepSize) -> StepInputs:

@@ -42,7 +42,7 @@ SHARED_MEMORY = {80: (99, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228), 
 """KiB by compute capability: what a program may have (the smaller Ampere chips: 99), and what a multiprocessor has."""
 
 REGISTERS = 65_536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 
 OF_THE_UPDATE = {"softmax_rows", "softmax_gradient_rows", "gated_gradient_rows", "rotate_heads"}
 """They take long, and begin when all before them has ended."""
@@ -76,7 +76,7 @@ FIRST, HOPPER = "qwen2.5-1.5b", 90
 OF_A_LAYER = ("rope_and_store_heads", "attend_tiles", "combine_splits", "gated_rows")
 ONCE = ("embedding", "zeros", "move_kv_paths", "mm", "rank_blocks", "finish_rows")
 STEP = {"copy_": 2, "add_rms_norm_rows": 57, "linear": 112} | dict.fromkeys(OF_A_LAYER, 28) | dict.fromkeys(ONCE, 1)
-"""What a step of 64 sequences without drafts launches for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""
+"""Launches of a step of 64 sequences without drafts for Qwen2.5-1.5B, 28 layers; all but the copies are its graph."""
 
 DRAFT_TOKENS = 3
 """That a draft head guesses in a row: each is a launch of `rank_listed`."""
@@ -100,7 +100,7 @@ class Device:
     capability = 80
 
     def get_current_device(self) -> int:
-        """Of the launches that follow."""
+        """Device of the launches that follow."""
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
@@ -108,7 +108,7 @@ class Device:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """What the compiler compiles for."""
+        """Target of the compiler."""
         return GPUTarget("cuda", self.capability, 32)
 
 
@@ -125,7 +125,7 @@ def resources_of(compiled: Any) -> tuple[int, int]:
 
 
 def compile_kernels(everything: bool) -> dict[str, Any]:
-    """What was compiled and launched: {kernels: a list of {model, kernel, capability, ...}, step: counts}.
+    """Compiled kernels and launches: {kernels: a list of {model, kernel, capability, ...}, step: counts}.
 
     By default for one engine on one architecture; else for all models and architectures.
     """

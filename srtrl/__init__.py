@@ -36,7 +36,7 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
 
 
 def __getattr__(name: str) -> Any:
-    """What is in `__all__`, imported when it is used: `srtrl --help` waits for no torch."""
+    """Import a name of `__all__` when it is used, so that `srtrl --help` does not wait for torch."""
     if name in ("generate", "load_recipe", "train"):
         return getattr(importlib.import_module("srtrl.api"), name)
     if name in ("batched", "isolated"):

@@ -37,6 +37,7 @@ def load_recipe(
     rewards: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
+    downloads: bool = False,
 ) -> Recipe:
     """Read a recipe and check every name, option and local path in it; no weights are loaded.
 
@@ -54,6 +55,7 @@ def load_recipe(
             from a shell, too. Without a section `task` the task is `prompts`. Beside rows of the recipe
             (`task.options.train`) they are refused.
         eval_rows: Held-out rows (`task.options.eval`).
+        downloads: Download the models that the recipe names on the hub, and check them, too.
 
     Raises:
         ValueError: naming file, line and option, what was expected and what to do.
@@ -83,7 +85,7 @@ def load_recipe(
     source.data = _plain(source.data, module, functions)
     vars(sys.modules.setdefault(module, ModuleType(module))).update(functions)
     try:
-        return build_checked(source)
+        return build_checked(source, downloads=downloads)
     except RecipeError as error:
         problems = [replace(problem, message=in_python(problem.message)) for problem in error.problems]
         raise RecipeError(*problems) from None
@@ -107,7 +109,7 @@ def train(
     checkpoint: the metrics are those of docs/metrics.md, `run` is a `LiveRun`, and a dictionary of numbers that it
     returns is logged, with names below `user/`. One of (step, metrics) is called on the main rank.
     """
-    loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows)
+    loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows, downloads=True)
     try:
         return run_training(loaded, on_step=with_live_run(on_step), **flags)
     except (ValueError, TrainingStoppedError) as error:

@@ -40,7 +40,7 @@ from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import STATIC_ORDERS, Recipe
 from srtrl.rollout.one_rank import OneRank
 from srtrl.rollout.one_turn import OneTurn
-from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_model, digest_prompts
+from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_models, digest_prompts
 from srtrl.run.folder import OBSERVATIONS, check_run_folder
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
@@ -124,10 +124,9 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         turns = build_turns(recipe, tokenizer, recipe.folder / OBSERVATIONS)
         task = load_task(recipe, tokenizer, tools=turns.tools)
         prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
-        training_evals(task, recipe)  # raises where there are no problems for it
+        training_evals(task, recipe)  # raises if there are no problems for it
         models = load_models(recipe, checkpoint, device, tokenizer)
-        uses_first = recipe.model.lora is not None or models.reference is not None
-        model_sha256 = digest_model(recipe.model.path, checkpoint, is_used=uses_first)
+        model_sha256, teacher_sha256 = digest_models(recipe, checkpoint)
     unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         observers = [] if models.draft_head is None else [models.draft_head]
@@ -154,6 +153,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             saved=[PolicyFiles(model=models.policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
             prompts_sha256=prompts_sha256,
             model_sha256=model_sha256,
+            teacher_sha256=teacher_sha256,
             flags=flags,
             checkpoint=checkpoint,
             changes=changes,
@@ -193,12 +193,12 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def choose_ranks() -> OneRank:
-    """What this process takes of each rollout: with one rank all of it."""
+    """Choose this process's part of each rollout: with one rank all of it."""
     return SeveralRanks() if ranks.count() > 1 else OneRank()
 
 
 def build_columns(recipe: Recipe, models: Models) -> list[Column]:
-    """What passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
+    """Numbers that passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
     columns, temperature = [], recipe.rollout.temperature
     if models.reference is not None:
         base_weights = models.optimizer.base_weights
@@ -213,7 +213,7 @@ def build_columns(recipe: Recipe, models: Models) -> list[Column]:
 
 
 def build_credit(recipe: Recipe) -> CreditAssigner:
-    """What assigns credit, with the metrics of ages where tokens have some, and with what a teacher adds."""
+    """Build the credit assigner, with metrics of ages if tokens have ages, and with a teacher's advantages."""
     section = recipe.algorithm.teacher
     describe = (lambda _: {}) if recipe.rollout.mode == "on_policy" else age_metrics
     return CreditAssigner(recipe, describe, None if section is None else partial(teach, section))
@@ -323,7 +323,7 @@ def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
 def number_of_slots(
     recipe: Recipe, model: Transformer, free: int | None, *, num_samples: int | None = None, reserved_bytes: int = 0
 ) -> int:
-    """`rollout.slots`; where it is `auto`, as many as the KV cache will hold (see `kv_memory.choose_slots`).
+    """`rollout.slots`; if it is `auto`, as many as the KV cache will hold (see `kv_memory.choose_slots`).
 
     Args:
         recipe: As for `build_engine`, like `model`, `num_samples` and `reserved_bytes`.
@@ -361,7 +361,7 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
 def build_run_ahead(
     recipe: Recipe, drafter: DrafterBase
 ) -> Callable[[Batch, StepCost, DrafterBase], NoRunAhead] | None:
-    """The constructor of the engine's run-ahead, where it is allowed and the drafter drafts from it; else None."""
+    """The constructor of the engine's run-ahead, if it is allowed and the drafter drafts from it; else None."""
     slowdown = recipe.rollout.run_ahead_max_slowdown
     if slowdown is None or recipe.rollout.draft_budget == 0 or not drafter.uses_texts:
         return None
@@ -369,7 +369,7 @@ def build_run_ahead(
 
 
 def build_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, record_folder: Path | None = None) -> OneTurn:
-    """The environment that the recipe names, which answers where a turn ends; `OneTurn` where it names none.
+    """The environment that the recipe names, which answers where a turn ends; `OneTurn` if it names none.
 
     `record_folder`: see `EnvironmentTurns`.
 

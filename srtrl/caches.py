@@ -1,6 +1,6 @@
-"""Where compiled kernels are kept: a folder for each state of their source, as Numba watches one file of it alone.
+"""Folders of compiled kernels: one for each state of their source, as Numba watches only one file of it.
 
-Numba compiles a kernel again where the kernel's own file has changed, not where a function that is inlined from another
+Numba compiles a kernel again if the kernel's own file has changed, not if a function that is inlined from another
 file has. So the folder's name has a digest of all these files.
 """
 
@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 IMPORTS = (b"import numba", b"from numba", b"srtrl.model.kernels import")
-"""What a file holds that has kernels, or functions for them."""
+"""Lines of files with kernels, or with functions for them."""
 OWN_FOLDER = re.compile(r"/srtrl-[0-9a-f]{16}/?$")
-"""What a process of this or another checkout has added to the variable that this one inherits."""
+"""Folder that a process of this or another checkout has added to the variable that this one inherits."""
 
 
 def cache_folders() -> dict[str, str]:
@@ -21,9 +21,9 @@ def cache_folders() -> dict[str, str]:
 
     Numba's is inside the one that the user has set, else in the user's folder of caches, else in a temporary one: the
     first that is writable. Triton watches all functions that a kernel calls, and has a folder in the user's home; it
-    gets another one only where there is no home and the user has set none.
+    gets another one only if there is no home and the user has set none.
     """
-    environment, home = os.environ, Path(os.path.expanduser("~"))  # noqa: PTH111  `Path.home` fails where there is none
+    environment, home = os.environ, Path(os.path.expanduser("~"))  # noqa: PTH111  `Path.home` fails if there is none
     parents = [Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "srtrl"]
     if given := environment.get("NUMBA_CACHE_DIR"):
         parents.insert(0, Path(OWN_FOLDER.sub("", given)).absolute())
@@ -54,7 +54,7 @@ def temporary_folder() -> Path:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made there, also where the folder itself is not there yet; not in `~` without a home."""
+    """Whether files can be made there, also if the folder itself is not there yet; not in `~` without a home."""
     while not folder.exists():
         folder = folder.parent
     return folder.is_absolute() and os.access(folder, os.W_OK)

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,30 @@ OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
 """Begins messages that name an option."""
 
 
-def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
+def build_checked(source: RecipeSource, *, warm_start: bool = False, downloads: bool = False) -> Recipe:
     """The recipe of `source`, with every name and local path in it checked; see `check_recipe`."""
     recipe = build_recipe(source)
-    check_recipe(recipe, source, warm_start=warm_start)
+    check_recipe(recipe, source, warm_start=warm_start, downloads=downloads)
     return recipe
 
 
-def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:
+def check_recipe(
+    recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False, downloads: bool = False
+) -> None:
     """Resolve every name in the recipe and look for the files it needs.
 
     Args:
         recipe: A recipe whose types and combinations are right.
         source: Where it was read from; with it, problems name the line or the override.
         warm_start: Check for `srtrl warm-start`, which may make the model that the recipe names.
+        downloads: Check the models on the hub, too, as a run does that needs them; each is downloaded.
 
     Raises:
         RecipeError: listing every problem.
     """
     restore_process("this program")
     problems: list[Problem] = []
-    for key, check in _checks(recipe, warm_start=warm_start):
+    for key, check in _checks(recipe, warm_start=warm_start, downloads=downloads):
         try:
             check()
         except RecipeError as error:
@@ -69,7 +73,7 @@ def check_data(recipe: Recipe) -> Recipe:
     return build.with_num_steps(recipe)
 
 
-def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def _checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Pairs of a key of the recipe and a function that raises ValueError where its value cannot be used."""
     from srtrl.run.machine import choose_device
     from srtrl.run.trackers import check_trackers
@@ -84,9 +88,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "task.name", partial(check_task, recipe)
     if recipe.data.order not in STATIC_ORDERS:
         yield "data.order", partial(resolve_part, "data.order", recipe.data.order)
-    yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
-    if recipe.algorithm.teacher is not None:
-        yield "algorithm.teacher.path", partial(_check_teacher, recipe, recipe.algorithm.teacher.path)
+    yield from _model_checks(recipe, warm_start=warm_start, downloads=downloads)
     yield "rollout.drafter", partial(_check_drafter, recipe)
     if recipe.rollout.environment is not None:
         yield "rollout.environment.name", partial(_check_environment, recipe.rollout.environment)
@@ -262,26 +264,48 @@ def _check_drafter(recipe: Recipe) -> None:
     check_trees(trees, max_nodes, 2**31, str(drafter))
 
 
-def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
-    """Check that a local model, or the architecture of a warm start, is supported and has room for the lengths."""
+def _model_checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """As `_checks`, of each option that names the folder of a model or a tokenizer, or a model on the hub."""
+    from srtrl.model.folders import is_local
+
+    paths = {option: path for option, path in recipe.model_paths.items() if downloads or is_local(path)}
+    architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
+    if "model.tokenizer" in paths:
+        yield "model.tokenizer", partial(_check_tokenizer, paths["model.tokenizer"])
+    if architecture is not None:
+        lengths = partial(_check_lengths, recipe, "warm_start.architecture", architecture.max_position_embeddings)
+        yield "rollout.max_new_tokens", lengths
+    elif "model.path" in paths:
+        yield "model.path", partial(_check_model, recipe, paths["model.path"])
+    if "algorithm.teacher.path" in paths:
+        has_policy = ("model.path" if recipe.model.tokenizer is None else "model.tokenizer") in paths
+        teacher = partial(_check_teacher, recipe, paths["algorithm.teacher.path"], has_policy=has_policy)
+        yield "algorithm.teacher.path", teacher
+
+
+def _check_tokenizer(path: str) -> None:
+    """Check that there is a tokenizer in a folder."""
+    from srtrl.model.folders import has_tokenizer
+
+    if not has_tokenizer(path):
+        raise ValueError(f"{path} holds no tokenizer (tokenizer.json or the like)")
+
+
+def _check_model(recipe: Recipe, path: str) -> None:
+    """Check that a model is supported, has its weights, and has room for the lengths and for LoRA's rank."""
     from srtrl.features.lora import check_rank
-    from srtrl.model.folders import has_tokenizer, is_local, locate
+    from srtrl.model.folders import locate
     from srtrl.model.weights import check_weights, read_config
 
-    model, tokenizer = recipe.model.path, recipe.model.tokenizer
-    architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
-    if tokenizer is not None and is_local(tokenizer) and not has_tokenizer(tokenizer):
-        raise RecipeError(Problem("model.tokenizer", f"{tokenizer} holds no tokenizer (tokenizer.json or the like)"))
-    if architecture is not None:
-        model, num_positions = "warm_start.architecture", architecture.max_position_embeddings
-    elif is_local(model):
-        config = read_config(model)
-        num_positions = config.max_position_embeddings
-        check_weights(locate(model), config)
-        if recipe.model.lora is not None:
-            check_rank(recipe.model.lora, config)
-    else:
-        return
+    config = read_config(path)
+    check_weights(locate(path), config)
+    _check_lengths(recipe, path, config.max_position_embeddings)
+    if recipe.model.lora is not None and path == recipe.model.path:
+        check_rank(recipe.model.lora, config)
+
+
+def _check_lengths(recipe: Recipe, model: str, num_positions: int) -> None:
+    """Check that prompt and response fit into a model."""
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
     if longest > num_positions:
         message = (
@@ -290,20 +314,18 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
         raise RecipeError(Problem("rollout.max_new_tokens", message))
 
 
-def _check_teacher(recipe: Recipe, path: str) -> None:
-    """Check that a local teacher is supported, and has room for the lengths and the vocabulary of a local policy."""
+def _check_teacher(recipe: Recipe, path: str, *, has_policy: bool) -> None:
+    """As `_check_model`, and with a policy whose tokenizer is there compare the vocabularies."""
     from srtrl.build import build_tokenizer
     from srtrl.features.teacher import check_vocabulary
-    from srtrl.model.folders import is_local, load_tokenizer
-    from srtrl.model.weights import read_config
+    from srtrl.model.folders import load_tokenizer
 
-    if not is_local(path):
-        return
-    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
-    if longest > (num_positions := read_config(path).max_position_embeddings):
-        raise ValueError(f"max_prompt_tokens + max_new_tokens = {longest} is more than its {num_positions} positions")
-    if is_local(recipe.model.tokenizer or recipe.model.path):
-        check_vocabulary(build_tokenizer(recipe), load_tokenizer(path))
+    _check_model(recipe, path)
+    tokenizer = None
+    with suppress(ValueError):  # the checks of the policy report it
+        tokenizer = build_tokenizer(recipe) if has_policy else None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, load_tokenizer(path))
 
 
 def check_folder(folder: str) -> None:

@@ -149,7 +149,7 @@ def train(
         passes = loaded.train.num_passes
         steps = f"{loaded.train.num_steps} steps" if passes is None else f"{passes:g} passes over the prompts"
         print(f"{recipe}: {steps} into {loaded.output_dir}/{loaded.name}; loading torch ...", flush=True)
-    check_recipe(loaded, source)
+    check_recipe(loaded, source, downloads=True)
     from rich.console import Console
 
     from srtrl.build import run_training
@@ -183,7 +183,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
     After it, reinforcement learning has correct samples to reinforce. The policy is written to warm_start.output.
     """
-    loaded = build_checked(read_source(recipe, overrides or ()), warm_start=True)
+    loaded = build_checked(read_source(recipe, overrides or ()), warm_start=True, downloads=True)
     from rich.console import Console
 
     from srtrl.evaluation.tables import eval_table

@@ -35,7 +35,7 @@ MAX_NEW_TOKENS = 256
 MAX_PROBLEMS = 3
 """Rows of a file of prompts that a message names."""
 PROMPT_FIELDS = ("prompt", "messages", "problem", "question")
-"""Of a row of that file; the first that it has is the prompt."""
+"""Fields of a row of that file; the first that it has is the prompt."""
 RUN_SECTIONS = ("device", "num_threads", "model", "rollout", "eval")
 """Sections of a run's recipe that decide how it samples."""
 
@@ -51,7 +51,7 @@ class PromptsOptions(Section):
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of that template, such as the environment's tools."""
     task: TaskSection | None = None
-    """Of a run: its templates are used."""
+    """Task of a run; its templates are used."""
 
 
 class Prompts(TaskBase):
@@ -102,7 +102,7 @@ class GeneratedSegment:
     token_ids: list[int]
     text: str
     logprobs: list[float] | None
-    """None where the policy sampled nothing."""
+    """None if the policy sampled nothing."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -117,7 +117,7 @@ class Generated:
     token_ids: list[int]
     """The end token, if one was sampled, is the last."""
     logprobs: list[float]
-    """Of each token, under the full distribution at the temperature."""
+    """Log-prob of each token, under the full distribution at the temperature."""
     finish_reason: FinishReason
     """`stop` or `length`."""
     segments: list[GeneratedSegment] = field(default_factory=list)

@@ -125,7 +125,7 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
     if recipe.algorithm.teacher is not None:
-        teacher = find_config(recipe.algorithm.teacher.path)[0]
+        teacher = find_config(recipe.algorithm.teacher.path, "algorithm.teacher.path")[0]
         parts["teacher"] = _num_bytes(_make_policy(teacher, section).parameters())
     if recipe.critic is not None:
         critic, critic_gradients, _ = _learner_bytes(config, section, is_critic=True)
@@ -266,15 +266,14 @@ def _verdict(recipe: Recipe, outcome: str) -> str:
 
 def _checked(recipe: Recipe) -> str:
     """The correct parts of a recipe, and those that the checks did not look up."""
-    paths = recipe.model.model_dump(include={"path", "tokenizer"})
-    remote = [f"model.{key} ({path})" for key, path in paths.items() if path and not is_local(path)]
+    remote = [f"{option} ({path})" for option, path in recipe.model_paths.items() if not is_local(path)]
     remote += ["the rows of task.options"] if needs_network(recipe.task) else []
     unseen = f"; not looked up on the hub: {', '.join(remote)}" if remote else ""
     return f"all names, options and paths are correct{unseen}"
 
 
-def find_config(path: str) -> tuple[ModelConfig, str]:
-    """The shape of a model, without its weights, and what to say of where it is from.
+def find_config(path: str, option: str = "model.path") -> tuple[ModelConfig, str]:
+    """The shape of a model that an option names, without its weights, and what to say of where it is from.
 
     The shapes of `srtrl.model.published_shapes` need no network; of another hub model only `config.json` is downloaded.
 
@@ -289,7 +288,7 @@ def find_config(path: str) -> tuple[ModelConfig, str]:
         file = huggingface_hub.hf_hub_download(path, "config.json")
     except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
         raise ValueError(
-            f"model.path: {path}: the Hugging Face hub does not give its config.json ({type(error).__name__}), which "
+            f"{option}: {path}: the Hugging Face hub does not give its config.json ({type(error).__name__}), which "
             "says what memory it needs; without network give a local folder, or Qwen2.5 up to 14B, Qwen3-4B or Qwen3-8B"
         ) from error
     return read_config(Path(file).parent), ""

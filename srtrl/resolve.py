@@ -28,9 +28,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 200
-"""Of a value in a message."""
+"""Maximum length of a value in a message."""
 MAX_LINES = 10
-"""Of a list in a message."""
+"""Maximum length of a list in a message."""
 FROM_PYTHON = "from_python"
 """Begins the modules of functions that no file has by a name: those of a notebook, or made by other functions."""
 
@@ -58,7 +58,7 @@ def resolve_part(option: str, name: str) -> Callable[..., Any]:
 def resolve_function(module_name: str, name: str, first_arguments: Collection[str] = ()) -> Callable[..., Any]:
     """Return the public function `name` of one of our modules, or the user-defined `package.module:function`.
 
-    Of our modules only functions with one of `first_arguments` count, where any are given.
+    Of our modules only functions with one of `first_arguments` count, if any are given.
     """
     if ":" in name:
         return _resolve_user_defined(name)
@@ -147,7 +147,7 @@ def declared(function: Callable[..., Any], num_positional: int, offered: Mapping
 
 
 def describe_value(value: object) -> str:
-    """What a function has returned in place of what it should: `float 0.5`, `Tensor of shape (2,)`."""
+    """Describe an incorrect result of a function: `float 0.5`, `Tensor of shape (2,)`."""
     shape = getattr(value, "shape", None)
     return f"{type(value).__name__} {f'{value!r:.60}' if shape is None else f'of shape {tuple(shape)}'}"
 
@@ -180,7 +180,7 @@ def describe_error(error: BaseException) -> str:
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a text; nothing where it was logged before."""
+    """Log a text; nothing if it was logged before."""
     logger.warning("%s", text)
 
 
@@ -225,7 +225,7 @@ def regular_file(path: Path) -> Path:
 
 
 def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A sentence part naming the nearest known name (", did you mean `x`?"), or nothing where none is near."""
+    """A sentence part naming the nearest known name (", did you mean `x`?"), or nothing if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f", did you mean `{near[0]}`?" if near else ""
 

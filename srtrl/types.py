@@ -7,6 +7,7 @@ H query heads, K key-value heads, E width of one head.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import fsum
 from typing import Any, Literal
 
 import numpy as np
@@ -21,9 +22,9 @@ grader, counted apart from wrong answers."""
 GRADED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "graded")
 """The outcomes with a reward."""
 VERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "timeout", "crash", "error")
-"""Outcomes where the task has a verifier."""
+"""Outcomes if the task has a verifier."""
 UNVERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("graded", "timeout", "crash", "error")
-"""Outcomes where it has none: `accuracy` and the like are then not defined."""
+"""Outcomes if it has none: `accuracy` and the like are then not defined."""
 
 SegmentKind = Literal["model", "observation", "boundary"]
 """Sampled by the policy; text of an environment; text of the format between turns, which is not sampled."""
@@ -62,7 +63,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """Tokens of `text`, special tokens included; never empty."""
     answer: str
-    """Reference answer, as the grader wants it; empty where the task has none."""
+    """Reference answer, as the grader wants it; empty if the task has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`problem`, `solution`, ...), for reward functions."""
     other_answers: tuple[str, ...] = ()
@@ -154,8 +155,8 @@ class Request:
     completion. It ends in a turn, or where the next one begins. The noise goes by absolute position, so that the policy
     that sampled them would go on as it would have without a break."""
     has_turns: bool = False
-    """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
-    `Engine.end` decides how it continues."""
+    """Whether the sample pauses at an end token or a stop string instead of finishing; `Engine.extend` or
+    `Engine.end` then decides how it continues."""
 
     @property
     def num_reused(self) -> int:
@@ -206,6 +207,8 @@ class Grade:
     outcome: GradeOutcome
     detail: str = ""
     """For failures: what happened (shown in the log)."""
+    token_rewards: tuple[float, ...] | None = None
+    """[R], the weighted sum on each sampled token; None where each reward is one number: then all is on the last."""
 
     @property
     def is_graded(self) -> bool:
@@ -222,6 +225,20 @@ def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tupl
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class SampledTurn:
+    """One turn of the policy, as rewards see it."""
+
+    text: str
+    """Without special tokens."""
+    tokens: slice
+    """Place of its tokens among the sampled tokens of the sample."""
+    observations: tuple[str, ...] = ()
+    """Texts of the environment that follow it."""
+    reward: float = 0.0
+    """The reward of the environment's step; NaN where it exceeded its time limit."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Conversation:
     """The turns of a sample."""
 
@@ -235,8 +252,8 @@ class Conversation:
     environment's own."""
     outcomes: tuple[str, ...] = ()
     """End of each call: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or a name of the environment."""
-    reward: float = 0.0
-    """Sum of the rewards of the environment's steps; NaN where it exceeded its time limit."""
+    rewards: tuple[float, ...] = ()
+    """The reward of the environment's step for each turn; NaN if it exceeded its time limit."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Metrics of the environment's steps."""
     tool_seconds: tuple[float, ...] = ()
@@ -248,6 +265,25 @@ class Conversation:
     def policy_text(self) -> str:
         """The policy's turns, each on a line: the output of a tool is no answer of the policy."""
         return "\n".join(text for (kind, _), text in zip(self.segments, self.texts, strict=True) if kind == "model")
+
+    @property
+    def reward(self) -> float:
+        """Sum of the rewards of the environment's steps."""
+        return fsum(self.rewards)
+
+    @property
+    def turns(self) -> tuple[SampledTurn, ...]:
+        """The policy's turns, each with what the environment answered."""
+        turns: list[SampledTurn] = []
+        start = 0
+        for (kind, length), text in zip(self.segments, self.texts, strict=True):
+            if kind == "model":
+                tokens, reward = slice(start, start + length), self.rewards[len(turns)]
+                turns.append(SampledTurn(text=text, tokens=tokens, reward=reward))
+                start += length
+            elif kind == "observation":
+                turns[-1] = replace(turns[-1], observations=(*turns[-1].observations, text))
+        return tuple(turns)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -321,11 +357,11 @@ class TrainSequence:
     old_logprobs: npt.NDArray[np.float32] | None = None
     """[R], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None
-    """[R], by the frozen reference; None where the recipe has no KL."""
+    """[R], by the frozen reference; None if the recipe has no KL."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
-    """[R], by the teacher; None where the recipe has none."""
+    """[R], by the teacher; None if the recipe has none."""
     values: npt.NDArray[np.float32] | None = None
-    """[R], by the critic before the update; None where the recipe has none."""
+    """[R], by the critic before the update; None if the recipe has none."""
     returns: npt.NDArray[np.float32] | None = None
     """[R], the critic's targets: advantages before whitening + `values`."""
 

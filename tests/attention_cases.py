@@ -66,7 +66,7 @@ def make_step(
         temperatures=np.zeros(num_tables, np.float32),
     )
     prefill = [
-        PrefillChunk(random.integers(61, size=count).astype(np.int32), start, page_table[table])
+        PrefillChunk(random.integers(61, size=count).astype(np.int32), start, page_table[table], 0)
         for table, (start, count) in enumerate(chunks, len(contexts))
     ]
     fill_inputs(inputs, batch, np.arange(len(contexts)), trees, prefill, page_size)
@@ -124,7 +124,7 @@ def attend_by_kernel(
 
 
 def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor, window: int | None = None) -> Tensor:
-    """What `attend_by_kernel` should give."""
+    """Expected result of `attend_by_kernel`."""
     indices = step.rows.kv_indices.long()
     k, v = (pages.flatten(0, 1)[indices] for pages in (cache.kernel_keys(0), cache.kernel_values(0)))
     return ReferencePlan(cache, step.rows).attend(0, q, k, v, window)

@@ -157,7 +157,7 @@ def decode(
 
 
 def outputs(completions: Completions) -> Outputs:
-    """What must be equal, bit by bit, no matter how the engine decoded it."""
+    """Outputs that must be equal, bit by bit, no matter how the engine decoded them."""
     responses = {key: completion.response for key, completion in sorted(completions.items())}
     return {key: (r.token_ids.tolist(), r.rollout_logprobs.tolist(), r.finish_reason) for key, r in responses.items()}
 

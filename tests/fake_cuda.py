@@ -73,14 +73,14 @@ class Pending:
 
     host: Tensor
     content: Tensor
-    """Of the source when it was queued."""
+    """Content of the source when it was queued."""
     is_download: bool
     place: str
 
 
 @dataclass
 class Call:
-    """What a capture holds: a function, and operands that are looked up again in each replay."""
+    """Call in a capture: a function, and operands that are looked up again in each replay."""
 
     function: Callable[..., Any]
     name: str
@@ -117,9 +117,9 @@ class FakeCuda:
         """The host waited for the device: where -> how often."""
         self.num_captures = self.num_replays = 0
         self.log: list[str] = []
-        """What waits for which stream, where captures begin, and when memory is given back."""
+        """Waits between streams, starts of captures, and returns of memory."""
         self.pools: list[Any] = []
-        """Of the captures."""
+        """Memory pools of the captures."""
         self.free_bytes = TOTAL_BYTES
         self.is_broken = False
         """Whether a capture cannot end, as after an error in it."""
@@ -127,7 +127,7 @@ class FakeCuda:
         self.queue: list[Pending] = []
         self.capture: Graph | None = None
         self.kernels: set[Any] = set()
-        """What was compiled."""
+        """Kernels that were compiled."""
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.pinned: dict[int, int] = {}
         """Registered memory of the host: address -> bytes."""
@@ -144,7 +144,7 @@ class FakeCuda:
         self.finish(list(self.queue))
 
     def finish(self, copies: list[Pending]) -> None:
-        """Do these copies, where they are not done."""
+        """Do these copies, if they are not done."""
         for one in copies:
             if one not in self.queue:
                 continue
@@ -324,7 +324,7 @@ class Stream:
         self.name = name
 
     def wait_stream(self, other: "Stream") -> None:
-        """What the other has queued comes first anyhow."""
+        """The other's queued work comes first anyhow."""
         self.device.log.append(f"{self.name} after {other.name}")
 
     def wait_event(self, _: "Event") -> None:
@@ -367,7 +367,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.device = device
         self.targets: list[bool] = []
-        """Of the calls that are under way: whether they make tensors of the device."""
+        """Whether each call under way makes tensors of the device."""
         self.methods: dict[str, Callable[..., Any]] = {
             "numpy": self.numpy,
             "__array__": lambda tensor, dtype=None: np.asarray(self.numpy(tensor), dtype),
@@ -379,7 +379,7 @@ class Functions(TorchFunctionMode):
             "pin_memory": lambda tensor: self.pin(tensor.clone()),
             "mm": self.mm,
         }
-        """Of tensors, in the place of PyTorch's."""
+        """Functions of tensors that replace PyTorch's."""
 
     @contextmanager
     def target(self, is_cuda: bool) -> Iterator[None]:
@@ -516,7 +516,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def launch_kernel(device: FakeCuda, run: Callable[..., Any]) -> Callable[..., None]:
-    """What takes the place of a kernel's launch under the interpreter."""
+    """Replacement of a kernel's launch under the interpreter."""
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.pop("warmup", False):
@@ -526,7 +526,7 @@ def launch_kernel(device: FakeCuda, run: Callable[..., Any]) -> Callable[..., No
         assert all(map(is_here, tensors)), f"{name}: Pointer argument cannot be accessed from Triton (cpu tensor?)"
 
         def kind(value: Any) -> Any:
-            """What Triton compiles a kernel for."""
+            """Kind of argument that Triton compiles a kernel for."""
             if isinstance(value, Tensor):
                 return value.dtype, value.storage_offset() * value.element_size() % 16 == 0
             return value == 1, value % 16 == 0
@@ -555,7 +555,7 @@ def attend_varlen(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` of torch 2.13 computes, by its definition, and what it refuses.
+    """Compute `torch.nn.attention.varlen.varlen_attn` of torch 2.13 by its definition; refuse what it refuses.
 
     Its causal mask is aligned at the end: a GPU test says so.
     """
@@ -645,5 +645,5 @@ def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
 
 
 def any_cuda() -> AbstractContextManager[FakeCuda]:
-    """The fake device, or where there is a real one a record of nothing."""
+    """The fake device, or if there is a real one a record of nothing."""
     return nullcontext(FakeCuda()) if KERNEL_DEVICE == "cuda" else fake_cuda()

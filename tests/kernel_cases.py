@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share: the device they run on, and what makes the interpreter compute as one."""
+"""Shared by the tests of Triton kernels: their device, and patches that make the interpreter compute as one."""
 
 import importlib
 from importlib.util import find_spec

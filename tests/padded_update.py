@@ -25,7 +25,7 @@ from srtrl.types import TrainSequence
 LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "policy_gradient")
 REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm")
 RATIO_CAP = 2.0
-"""Of `dual_clip` and `dppo`; low, so that it is met, and a power of 2, so that its product with a float32 is exact."""
+"""Cap of `dual_clip` and `dppo`: low, so that it is met, and a power of 2: its product with a float32 is exact."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -54,7 +54,7 @@ def padded_forward(model: Transformer, sequences: Sequence[TrainSequence]) -> tu
 
 
 def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
-    """Everything that a loss needs; `old` are the decoder's log-probs where the sequences have none."""
+    """Everything that a loss needs; `old` are the decoder's log-probs if the sequences have none."""
     token_ids, hidden = padded_forward(policy, sequences)
     rows = torch.log_softmax(policy.logits(hidden).double()[:, :-1] / TEMPERATURE, dim=-1)  # [B, L, V]
     chosen = rows.gather(2, token_ids[:, 1:, None])[..., 0]

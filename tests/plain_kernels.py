@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain PyTorch: sampling, log-probs, the attention of the update and of a decode step.
+"""The kernels' results in plain PyTorch: sampling, log-probs, the attention of the update and of a decode step.
 
 docs/examples/reference.py is the slow twin of the whole method; these are the twins of single kernels.
 """

@@ -34,7 +34,7 @@ PRELOADED = """
 """Modules that each process would else import after its fork; one list for all tests that start processes."""
 CONTEXT.set_forkserver_preload(PRELOADED.split())
 FORKED = pytest.mark.xdist_group("forked")
-"""Of the tests that start processes: one worker has them all, since its server of forks takes seconds to start."""
+"""Group of tests that start processes: one worker has them all, since its server of forks takes seconds to start."""
 
 
 class RankPool:
@@ -47,7 +47,7 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 100) -> list[Any]:
-        """What `function(*arguments)` returns on each rank.
+        """Return the result of `function(*arguments)` on each rank.
 
         Raises:
             AssertionError: It failed on some, with their tracebacks; or some did not answer in `timeout` seconds.
@@ -59,7 +59,7 @@ class RankPool:
     def outcomes(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 100
     ) -> tuple[dict[int, Any], dict[int, str]]:
-        """Results and tracebacks by rank; where there is a traceback, all processes have ended.
+        """Results and tracebacks by rank; if there is a traceback, all processes have ended.
 
         Raises:
             AssertionError: Some ranks did not answer in `timeout` seconds; all processes are killed.

@@ -48,7 +48,7 @@ def branch(tree: DraftTree, node: int) -> list[int]:
 
 
 def kv_index(page_ids: Int32Array, position: int, page_size: int) -> int:
-    """Where the KV of a position lies."""
+    """Index of a position's KV."""
     return int(page_ids[position // page_size]) * page_size + position % page_size
 
 
@@ -85,7 +85,7 @@ def make_batch(
 
 
 def size_of(batch: Batch, slots: Int64Array, trees: DraftTrees, chunks: list[PrefillChunk], page_size: int) -> StepSize:
-    """What the step needs room for."""
+    """Size of the step."""
     counts = [len(chunk.token_ids) for chunk in chunks]
     ends = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
     return StepSize(
@@ -119,7 +119,7 @@ def prefill(runner: Runner, batch: Batch, slots: Int64Array, chunk_tokens: int) 
             start = int(batch.num_computed[slot])
             end = min(start + chunk_tokens, int(batch.num_tokens[slot]) - 1)
             if end > start:
-                chunks.append(PrefillChunk(batch.token_ids[slot, start:end], start, batch.pages(slot)))
+                chunks.append(PrefillChunk(batch.token_ids[slot, start:end], start, batch.pages(slot), 0))
                 batch.num_computed[slot] = end
         if not chunks:
             return
@@ -190,7 +190,7 @@ class Samples:
 
     def chunk(self, slot: int, start: int, end: int) -> PrefillChunk:
         """Part of a sample's tokens."""
-        return PrefillChunk(self.batch.token_ids[slot, start:end], start, self.batch.pages(slot))
+        return PrefillChunk(self.batch.token_ids[slot, start:end], start, self.batch.pages(slot), 0)
 
     def prefill(self) -> None:
         """All prompts but for their last tokens, which are the roots of the first step."""
@@ -241,7 +241,7 @@ class Samples:
     def sample(
         self, logits: Tensor, slots: Sequence[int], trees: DraftTrees, filtered: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (of `filtered` where given) and log-probs of `logits` [rows, V] by definition."""
+        """Tokens (of `filtered` if given) and log-probs of `logits` [rows, V] by definition."""
         batch, owners = self.batch, np.repeat(np.array(slots), trees.sizes + 1)
         depths = np.concatenate([[len(branch(tree, node)) for node in range(ROOT, tree.num_nodes)] for tree in trees])
         positions = batch.num_tokens[owners] - batch.num_prompt_tokens[owners] + depths

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -42,7 +43,7 @@ def prompt_of(answer: str, number: int = 0) -> Prompt:
 
 
 def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:
-    counts = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
+    counts: dict[str, Any] = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
     return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark measures and prints, on tiny models: same work for all, the recorded tokens, the figures."""
+"""Measurements and output of the benchmark, on tiny models: same work for all, the recorded tokens, the figures."""
 
 import json
 import sys

@@ -224,7 +224,7 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
 
 
 def test_resume_with_another_recipe(tmp_path: Path) -> None:
-    """What is locked is refused with its place in the run's recipe; changes of other options are listed."""
+    """Locked options are refused with their place in the run's recipe; changes of other options are listed."""
     with open_run(make_recipe(tmp_path / "policy", tmp_path)):
         pass
     other = make_recipe(tmp_path / "policy", tmp_path, log__trackers=["tensorboard"])

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from srtrl import __version__
 from srtrl.checks import check_recipe
 from srtrl.cli import app
+from srtrl.model.folders import locate
 from srtrl.recipe.file import load_recipe, read_yaml
 from srtrl.recipe.schema import Recipe
 
@@ -185,7 +186,14 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: str(path.stem))
-def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None:
+def test_the_recipes_that_come_with_the_repository_are_valid(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder where the quickstart has trained a teacher."""
+    checkpoints = tmp_path / "runs" / "quickstart" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_000052").symlink_to(locate("bundled:tiny"))
+    monkeypatch.chdir(tmp_path)
     recipe = load_recipe(path)
     assert recipe.name.replace("-", "_") == path.stem
     if recipe.warm_start is not None:  # what `srtrl warm-start` checks: such a recipe may make its model itself

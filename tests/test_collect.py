@@ -63,7 +63,7 @@ class FakeEngine:
 
 
 def completion_of(request: Request) -> Completion:
-    """What the fake engine gives."""
+    """Completion by the fake engine."""
     response = make_response([request.draw_index, request.sample_index, 0], [-0.5] * 3, version=3)
     return Completion(request=request, response=response)
 
@@ -97,7 +97,7 @@ class FakeGrader:
         if waiting:
             self.pending[self.random.choice(waiting)] = -1
 
-    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]]) -> list[Grade]:
+    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]], *_: object) -> list[Grade]:
         assert len(tickets) == len(keys)
         return self.collect(tickets)
 

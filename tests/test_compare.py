@@ -35,7 +35,7 @@ def make_run(name: str, *, seed: int = 0, loss: str = "ppo_clip", steps: int = 4
 
 
 def rows_of(shown: str) -> list[list[str]]:
-    """Of each group its label and figures; the further lines of a cell follow after a space."""
+    """Label and figures of each group; the further lines of a cell follow after a space."""
     rows: list[list[str]] = []
     for line in shown.splitlines():
         cells = [cell.strip() for cell in line.split("│")[1:-1]]

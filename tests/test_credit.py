@@ -47,7 +47,7 @@ def random_sequences(groups: Sequence[RolloutGroup], seed: int) -> list[TrainSeq
 
 
 def credit_of(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = (), **options: Any) -> Credit:
-    """Of the groups' sequences; options are of `algorithm`."""
+    """Credit of the groups' sequences; options are of `algorithm`."""
     critic: dict[str, Any] = {"critic": {}} if options.get("advantage") == "gae" else {}
     recipe = make_recipe(algorithm={"clip_high": 0.3, "kl": {}} | options, **critic)
     return CreditAssigner(recipe).assign_credit(groups, sequences or train_sequences(groups))
@@ -156,7 +156,7 @@ def at_least(rewards: Tensor, correct: Tensor, *, limit: float) -> Tensor:
 
 
 def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
-    """Rewards may differ where all are wrong (a length penalty), and be equal where one is right."""
+    """Rewards may differ if all are wrong (a length penalty), and be equal if one is right."""
     groups = [group(0, [0.0, -0.1]), group(1, [0.5, 0.5], correct=[1]), group(2, [1.0, 0.9], correct=[0, 1])]
     table: list[tuple[list[str], list[int]]] = [
         (["drop_all_right_or_wrong"], [1]),

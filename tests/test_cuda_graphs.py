@@ -36,7 +36,7 @@ class Steps:
 
     @property
     def done(self) -> str:
-        """What the device has computed."""
+        """Results of the device so far."""
         return "".join("abc"[int(digit) - 1] for digit in f"{float(self.digits):.0f}")
 
 

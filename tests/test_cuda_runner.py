@@ -1,4 +1,4 @@
-"""What is special about the runner of a CUDA device: padded layouts, fixed addresses, graphs, and what it refuses."""
+"""Features of a CUDA device's runner alone: padded layouts, fixed addresses, graphs, and refused settings."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +28,7 @@ from srtrl.model.transformer import Transformer
 
 
 def planner_of(slots: int, draft_budget: int | Literal["auto"] = "auto") -> ShapePlanner:
-    """Of Qwen2.5-1.5B."""
+    """Planner for Qwen2.5-1.5B."""
     config, options = config_from_hf(SHAPES["qwen2.5-1.5b"]), EngineOptions(slots=slots, draft_budget=draft_budget)
     return ShapePlanner(config, options, max_sequence_tokens=4095, dtype=torch.bfloat16, device=H200)
 
@@ -202,7 +202,7 @@ def test_what_is_prepared_after_a_step_spoils_its_time_and_that_of_the_next_step
 def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that were used most recently; larger steps than graphs are for are never captured."""
+    """The most recently used views are kept; steps too large for graphs are never captured."""
     monkeypatch.setattr(cuda_runner_module, "MAX_STEPS", 2)
     monkeypatch.setattr(shapes, "MAX_GRAPH_ROWS", 8)
     runner = runner_of(samples)

@@ -275,7 +275,7 @@ def test_what_a_resume_refuses(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert "the data of task.options has changed" in refused()
     other = make_policy(tmp_path / "other", seed=1)
     monkeypatch.setattr(checkpoint, "locate", lambda _: other)  # where model.path leads now
-    changed = f"model.path has changed: config and weights that the run started from, {other}, are not those"
+    changed = f"model.path has changed: config and weights that the run started with, {other}, are not those"
     message = refused()
     assert (changed in message, message.count("\n")) == (True, 1), message
     assert call("train", run, "--resume", "algorithm.kl.coefficient=0").exit_code == 0  # without a reference

@@ -91,7 +91,7 @@ def test_what_is_known_decides_when_a_draw_opens(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_statistics_are_those_of_the_groups() -> None:
-    """The last visit of each prompt, in two epochs: [draw]: outcomes, and rewards where they are not 0 and 1."""
+    """The last visit of each prompt, in two epochs: [draw]: outcomes, and rewards if they are not 0 and 1."""
     order = StatisticsOrder("as_is", 5, 0)
     right, wrong = ["correct"] * 2, ["wrong"] * 2
     mixed: list[Any] = ["correct", "wrong"]
@@ -189,7 +189,7 @@ def test_two_ranks_draw_what_one_draws(policy: Path, tmp_path: Path) -> None:
 def test_passes_are_counted_into_steps(
     num_passes: float, num_prompts: int, num_steps: int, policy: Path, tmp_path: Path
 ) -> None:
-    """Of ten prompts."""
+    """There are ten prompts."""
     changes = {"train__num_steps": None, "rollout__num_prompts": num_prompts, "train__num_passes": num_passes}
     changes |= {"train__mini_batch_prompts": None}
     recipe = make_recipe(policy, tmp_path, **changes)

@@ -32,6 +32,7 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.engine.runner import EngineOptions, Runner
+from srtrl.features import draft_head_learner
 from srtrl.features.draft_head import REFUSED, DraftHead, draft_chains, length_of, merge_chains
 from srtrl.features.draft_head_learner import Texts
 from srtrl.features.head_drafter import FILE, HeadDrafter
@@ -251,15 +252,20 @@ def test_a_head_that_diverges_stops_the_run_and_names_its_options(policy: Path, 
         train(make_recipe(policy, tmp_path, **changes))
 
 
-def test_gradient_is_that_of_plain_cross_entropy() -> None:
-    """Of each second token, to the next tokens of the same turn; and none of the policy's weights."""
+@pytest.mark.parametrize(("vocabulary", "num_targets"), [(19, 256), (8, 3)])
+def test_loss_and_gradient_are_those_written_out(
+    vocabulary: int, num_targets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second token learns the next tokens of the same turn; the policy's weights get no gradient."""
+    monkeypatch.setattr(draft_head_learner, "NUM_TARGETS", num_targets)
     policy = update_cases.make_policy()
-    recipe = update_cases.make_recipe(rollout__draft_head={"k": 3})
+    recipe = update_cases.make_recipe(rollout__draft_head={"k": 3, "vocabulary": vocabulary})
     learner = build_draft_head(recipe, policy)
     assert learner is not None
     assert learner.weights == pytest.approx([1 / 1.96, 0.6 / 1.96, 0.36 / 1.96])
     head = learner.head.double()
     torch.nn.init.normal_(head.down)
+    head.count(np.arange(19).repeat(np.arange(19)))  # the list has the last ones
     head.refresh(policy)
     sequences = update_cases.make_sequences(policy)
     sequences = [sequences[index] for index in sharing_order(sequences)]
@@ -275,11 +281,12 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
         assert len(part.token_ids) < sum(part.plan.lengths)
         learner.see(policy(part.token_ids, part.plan)[part.hidden_index], part)
     texts = Texts(*map(torch.cat, zip(*learner._texts, strict=True)))
-    learner.loss(texts, torch.arange(0, len(hidden), 2)).backward()  # type: ignore[no-untyped-call]
+    found_loss = learner.loss(texts, torch.arange(0, len(hidden), 2))
+    found_loss.backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in head.parameters()]
     assert all(parameter.grad is None for parameter in policy.parameters())
     head.zero_grad()
-    targets = torch.softmax(policy.logits(hidden) / update_cases.TEMPERATURE, -1).detach()
+    listed = policy.head_weight.detach()[head.token_ids]
     loss, num = torch.zeros((), dtype=torch.float64), 0
     for row in range(0, len(hidden), 2):
         length = length_of(hidden[row : row + 1])
@@ -288,9 +295,31 @@ def test_gradient_is_that_of_plain_cross_entropy() -> None:
             if row + depth >= len(hidden) or places[row + depth] != places[row] + depth:
                 break
             state = head(state, head.embed(target_ids[row + depth - 1 : row + depth]))
-            logits = functional.linear(state * length, policy.head_weight.detach())[0] / update_cases.TEMPERATURE
-            loss, num = loss + weight * functional.cross_entropy(logits, targets[row + depth]), num + 1
+            target = functional.linear(hidden[row + depth], listed) / update_cases.TEMPERATURE
+            target[target < target.sort().values[-num_targets:][0]] = -torch.inf  # the head has its share of the rest
+            target = target.softmax(-1)
+            guess = (functional.linear(state * length, listed)[0] / update_cases.TEMPERATURE).softmax(-1)
+            entropy, variation = -(target * guess.log()).sum(), (target - guess).abs().sum() / 2
+            loss, num = loss + weight * (0.1 * entropy + 0.9 * variation), num + 1
     loss.backward()  # type: ignore[no-untyped-call]
     assert num > 20
+    assert found_loss.item() == pytest.approx(loss.item(), rel=1e-12)
     expected = [parameter.grad for parameter in head.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("agree", "loss"), [(True, 0.0), (False, 0.1 * 40 + 0.9)])
+def test_loss_is_nothing_where_all_is_shared_and_finite_where_nothing_is(agree: bool, loss: float) -> None:
+    """A policy and a head that are both certain, of the same token or not."""
+    policy = update_cases.make_policy()
+    learner = build_draft_head(update_cases.make_recipe(rollout__draft_head={"k": 1}), policy)
+    assert learner is not None
+    hidden = torch.zeros(2, policy.config.hidden_size, dtype=torch.float64)
+    certain = torch.full((2, 19), -40.0 * update_cases.TEMPERATURE, dtype=torch.float64)
+    certain[:, 7] = 0.0
+    learner.head.double()
+    learner.head.logits = lambda state, length: certain[: len(state)]  # type: ignore[method-assign]
+    ids = torch.tensor([[7, 9]] * 2 if agree else [[9, 7]] * 2)
+    targets = torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)
+    texts = Texts(hidden, torch.arange(2), hidden, targets, ids)
+    assert learner.loss(texts, torch.arange(1)).item() == pytest.approx(loss)

@@ -41,7 +41,7 @@ def sampled_texts() -> list[list[int]]:
 
 
 def top_of(text: list[int], chances: Array = CHANCES) -> TopTokens:
-    """What the policy took to be likely in place of each token."""
+    """Likely tokens of the policy in place of each token."""
     rows = chances[[VOCAB, *text[:-1]]]
     ids = np.argsort(-rows, axis=1)[:, :NUM_TOP]
     return TopTokens(
@@ -71,7 +71,7 @@ def test_more_is_accepted_where_the_noise_is_known() -> None:
 
 
 def test_distributions_and_noise_know_more_than_counts_and_noise() -> None:
-    """Of each sample but the first ones, and also if they are of a policy that has moved by 0.01 nats per token."""
+    """Each sample but the first ones; also with distributions of a policy that has moved by 0.01 nats per token."""
     moved = CHANCES * np.exp(np.random.default_rng(1).normal(0, 0.15, CHANCES.shape))
     moved /= moved.sum(1, keepdims=True)
     assert 0.005 < (CHANCES * np.log(CHANCES / moved)).sum(1).mean() < 0.02
@@ -83,7 +83,7 @@ def test_distributions_and_noise_know_more_than_counts_and_noise() -> None:
 
 
 def test_probabilities_of_other_prompts_tell_more_than_their_tokens() -> None:
-    """Of each prompt there is one sample: its drafts come from the table of all prompts."""
+    """Each prompt has one sample: its drafts come from the table of all prompts."""
     accepted = []
     for with_top in (False, True):
         drafter = Drafter()

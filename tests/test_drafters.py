@@ -1,4 +1,4 @@
-"""What every drafter must do, then each of them on texts made by hand."""
+"""Requirements of every drafter, then each of them on texts made by hand."""
 
 import re
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def test_what_is_saved_is_loaded(make: type[SrtDrafter], tmp_path: Path) -> None
 
 
 def test_incorrect_trees_are_refused() -> None:
-    """Of two trees: a root with two children, the first of which has one; and a single node."""
+    """Two trees: a root with two children, the first of which has one; and a single node."""
     trees = DraftTrees(
         token_ids=np.array([1, 2, 3, 4], np.int32),
         parents=np.array([-1, -1, 0, -1], np.int32),
@@ -255,7 +255,7 @@ def test_a_drafter_that_defers_proposes_what_another_does_but_for_the_lag(lag: i
 
 
 def test_nothing_that_was_put_off_is_lost(tmp_path: Path) -> None:
-    """What is learned between two rollouts, and at the end of one, is in checkpoints, counts and the next step."""
+    """Texts learned between two rollouts, and at the end of one, are in checkpoints, counts and the next step."""
     drafters = [SrtDrafter(SrtOptions(other_prompts=False)) for _ in range(4)]
     for drafter in drafters:
         drafter.defers = True
@@ -364,7 +364,7 @@ def test_nodes_that_the_step_has_no_rows_for_are_not_made() -> None:
 
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
 def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed(make: type[SrtDrafter]) -> None:
-    """What live samples have decoded stays, and is found by drafts as before."""
+    """Tokens of live samples stay, and drafts find them as before."""
     drafter, roomy = (make(SrtOptions(cache_memory_gib=bound / 2**30, other_prompts=False)) for bound in (5000, 2**30))
     for one in (drafter, roomy):
         one.learn([completion(request((1,)), TEXT)])
@@ -428,7 +428,7 @@ def with_early(text: list[int]) -> SrtDrafter:
 
 
 def num_accepted(drafter: SrtDrafter, **changes: Any) -> int:
-    """Of a sample whose tokens are those of `TEXT`."""
+    """Number of accepted tokens of a sample whose tokens are those of `TEXT`."""
     return run(drafter, request(**{"rng_key": 4} | changes), TEXT)
 
 

@@ -52,7 +52,7 @@ def policy() -> Transformer:
 
 @pytest.fixture(scope="module")
 def expected(policy: Transformer) -> Outputs:
-    """Of `requests_for()`."""
+    """Expected outputs of `requests_for()`."""
     return outputs(sequential(policy, requests_for()))
 
 

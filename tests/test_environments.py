@@ -289,7 +289,7 @@ HANGS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "close": ("close", hang, "`close` of"),
     "end": ("open", end_late, "the end of `open` of"),
 }
-"""Where it hangs -> the method, what is there, and how that is named."""
+"""Place of the hang -> the method, its replacement, and its name in the message."""
 
 
 @pytest.fixture

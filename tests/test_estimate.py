@@ -1,4 +1,4 @@
-"""What a run takes, as it is computed before: time, disk, and the first lines of a run."""
+"""Estimates before a run: time, disk, and the first lines of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,35 @@ def test_a_checkpoint_has_the_computed_size(changes: dict[str, Any], policy: Pat
     assert computed < num_bytes < computed + (120_000 if recipe.model.lora else 20_000)
 
 
+def test_a_teacher_counts_with_its_own_size() -> None:
+    """7.62 and 14.77 billion parameters, in bfloat16; the teacher scores, and is in no checkpoint."""
+    without, beside, local, itself = (
+        describe_cost(load_recipe(Path("lora_math_7b"), changes), None)
+        for changes in (
+            [],
+            ["algorithm.teacher.path=Qwen/Qwen2.5-14B"],
+            ["algorithm.teacher.path=Qwen/Qwen2.5-14B", "model.path=bundled:tiny", "model.lora=null"],
+            ["algorithm.teacher.path=Qwen/Qwen2.5-7B-Instruct"],
+        )
+    )
+    downloads = [lines[1].removeprefix("disk: ").partition(", ")[0] for lines in (without, beside, local, itself)]
+    assert downloads == [
+        "15 GB to download for the model",
+        "45 GB to download for the model and the teacher",
+        "30 GB to download for the teacher",
+        "15 GB to download for the model and the teacher",
+    ]
+    assert without[1].partition(", ")[2] == beside[1].partition(", ")[2]
+    recipe = load_recipe(
+        Path("lora_math_7b"), ["algorithm.teacher.path=Qwen/Qwen2.5-14B", "algorithm.kl.coefficient=0"]
+    )
+    num_tokens = recipe.rollout.num_prompts * (
+        recipe.rollout.num_samples * recipe.rollout.max_new_tokens + recipe.rollout.max_prompt_tokens
+    )
+    more = step_seconds(recipe, 10**9, None, 3 * 10**9) - step_seconds(recipe, 10**9, None)
+    assert more == pytest.approx(2 * 2 * 10**9 * num_tokens / 3e14)
+
+
 def test_lines_of_the_check() -> None:
     recipe = load_recipe(Path("grpo_gsm8k"))
     assert describe_cost(recipe, None) == [
@@ -58,7 +87,7 @@ def test_lines_of_the_check() -> None:
     assert describe_cost(load_recipe(Path("grpo_gsm8k"), ["model.path=some/other"]), None) == []
     assert describe_cost(load_recipe(Path("warm_start_tiny")), 1) == []
     assert describe_cost(load_recipe(Path("quickstart"), ["train.num_steps=1"]), 1)[1] == (
-        "disk: nothing to download for the model, 0.0099 GB of checkpoints (1 kept)"
+        "disk: nothing to download, 0.0099 GB of checkpoints (1 kept)"
     )
 
 

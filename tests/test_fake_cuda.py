@@ -42,7 +42,7 @@ def captured(compute: Graphed) -> Graphed:
 
 
 def kinds(device: FakeCuda) -> set[str]:
-    """What was found."""
+    """Kinds of errors that were found."""
     return {finding.split(" at ")[0] for finding in device.findings}
 
 
@@ -157,7 +157,7 @@ TRAINING: dict[str, dict[str, Any]] = {
 
 
 def small_recipe(policy: Path, folder: Path, device: str, **changes: Any) -> Recipe:
-    """Of a run of one step by default."""
+    """Recipe of a run of one step by default."""
     values: dict[str, Any] = {
         "device": device,
         "rollout__drafter": "none",

@@ -160,7 +160,7 @@ def test_mistakes_are_named_and_those_of_a_file_counted_after_the_third(policy: 
 def test_tokens_that_the_tokenizer_lacks_are_said_counted_and_seen_in_texts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a vocabulary of 300 the tokenizer has 257; stop strings may lie in their texts, or span them."""
+    """The tokenizer has 257 of the vocabulary's 300 tokens; stop strings may lie in their texts, or span them."""
     wide, said = make_policy(tmp_path / "wide", vocab_size=300), "the tokenizer lacks 43 of the model's tokens"
     flags = ("--prompt", "1+1=", "--samples", 6, "rollout.max_new_tokens=20", "rollout.drafter=none")
     _, rows = run(wide, *flags)

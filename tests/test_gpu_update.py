@@ -34,7 +34,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_packed_attention_equals_the_reference(
     dtype: torch.dtype, counts: tuple[int, int], head_dim: int, shared: list[int]
 ) -> None:
-    """Where a sequence has fewer queries than keys, the kernel aligns its causal mask at the end."""
+    """If a sequence has fewer queries than keys, the kernel aligns its causal mask at the end."""
     generator = torch.Generator().manual_seed(0)
     num_tokens, (num_heads, num_kv_heads) = sum(LENGTHS) - sum(shared), counts
     qk = torch.randn(num_tokens, num_heads + num_kv_heads, head_dim, generator=generator)

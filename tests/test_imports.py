@@ -27,7 +27,7 @@ HEAVY = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "transformers", "transformers.models.auto", "accelerate"),
     *("datasets", "math_verify", "matplotlib", "numba", "pandas", "pyarrow", "scipy", "sympy", "tensorboard"),
 )
-"""What takes tenths of a second, or seconds, to import."""
+"""Modules that take tenths of a second, or seconds, to import."""
 LIGHT_MODULES = "srtrl, srtrl.types, srtrl.recipe.schema, srtrl.recipe.file, srtrl.resolve, srtrl.files, srtrl.metrics"
 IMPORTED_BY = {
     "--help": set(),

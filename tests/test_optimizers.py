@@ -49,7 +49,7 @@ def micro_batch_loss(policy: Transformer, packed: PackedBatch) -> Tensor:
 
 
 class AnyLearner(Learner):
-    """Of `micro_batch_loss`."""
+    """Learner with the loss `micro_batch_loss`."""
 
     model: Transformer
 
@@ -235,7 +235,7 @@ def test_gradients_and_steps_are_pefts(case: ModelCase, tmp_path: Path) -> None:
 
 
 def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps() -> None:
-    """Where adding and subtracting the update would drift; all else stays, and the reference is what was loaded."""
+    """Adding and subtracting the update would drift; all else stays, and the reference is what was loaded."""
     policy, loaded = (make_policy(dtype=torch.bfloat16, scale=8) for _ in range(2))
     optimizer = make_optimizer(policy)
     addresses = [tensor.data_ptr() for tensor in policy.parameters()]

@@ -39,7 +39,7 @@ def sequences_and_budget(draw: st.DrawFn) -> tuple[list[TrainSequence], int]:
 
 
 def naive_rows(sequences: list[TrainSequence], batch: PackedBatch, first: int) -> list[list[float]]:
-    """What the rows [R] of a micro-batch must be, token by token; `first` is its first sequence."""
+    """Expected rows [R] of a micro-batch, token by token; `first` is its first sequence."""
     rows: list[list[float]] = []
     path: list[int] = []
     tokens: list[int] = []  # and path: of the sequence before
@@ -87,7 +87,7 @@ def test_every_token_is_packed_once_in_order_with_the_right_indices(case: tuple[
 
 
 def num_rows(sequences: list[TrainSequence]) -> int:
-    """Of these in one micro-batch."""
+    """Number of rows of these in one micro-batch."""
     [packed] = pack(sequences, 1000, "cpu")
     return len(packed.token_ids)
 

@@ -33,7 +33,7 @@ from srtrl.types import Prompt, Response, Rollout, RolloutGroup, SampleKey, Samp
 
 NUM_OPEN, NUM_COMPLETE, NUM_SAMPLES, MAX_AGE = 8, 5, 3, 2
 SAMPLING = SamplingParams(max_new_tokens=100, end_token_ids=tuple(range(12)))
-"""Of a policy that is nearly uniform over 290 tokens: lengths are nearly geometric, with a long tail."""
+"""Sampling of a policy that is nearly uniform over 290 tokens: lengths are nearly geometric, with a long tail."""
 Sampled = dict[SampleKey, tuple[list[int], list[float], list[int], Any]]
 """Tokens, log-probs and policy versions of each sample, and what does not depend on them."""
 
@@ -150,13 +150,13 @@ class Counting:
 
 
 RESUMED = st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 3), st.booleans())
-"""Of each step: `num_prompts`, `min_complete`, `max_age`, and whether sampling is dynamic."""
+"""Options of a step: `num_prompts`, `min_complete`, `max_age`, and whether sampling is dynamic."""
 
 
 @given(st.lists(RESUMED, min_size=2, max_size=7), st.integers(0, 2**32))
 @example([(8, 0.5, 3, False), (2, 0.5, 3, False), (1, 0.3, 3, False)], 0)
 def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[Any], seed: int) -> None:
-    """Of any groups that end in a step, by samplers that each go on where the one before was."""
+    """Any groups end in a step; each sampler resumes from the one before."""
     random = np.random.default_rng(seed)
 
     def collect(_: object, collector: Counting, some: PartialDraws) -> list[RolloutGroup]:

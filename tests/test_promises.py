@@ -1,4 +1,4 @@
-"""What is learned is the same, whatever disturbs a run: a table of recipes and disturbances.
+"""A run learns the same, whatever disturbs it: a table of recipes and disturbances.
 
 The runs are equal bit for bit (on several ranks up to the order of sums). A few cells are tested by default, all of
 them by `make test-slow`. Below the table are kills at random times, what is particular to tools, and that a rank that
@@ -193,7 +193,7 @@ SHORT: dict[str, Any] = {
     "task__options__num_train": 4,
     "eval__num_problems": 5,
 }
-"""Of runs on several ranks, whose sums differ: the second step has the prompts of the first."""
+"""Options of runs on several ranks, whose sums differ: the second step has the prompts of the first."""
 
 DEFAULT = {
     ("grpo", "every run-ahead"),
@@ -214,6 +214,7 @@ DEFAULT = {
     ("spec_rl", "two ranks"),
     ("lora", "killed in the update"),
     ("teacher", "killed in the update"),
+    ("teacher", "two sharded ranks"),
     ("head", "no drafts"),
     ("mixture", "every run-ahead"),
     ("mixture", "killed in the rollout"),
@@ -270,7 +271,7 @@ def test_the_default_cells_are_in_the_table() -> None:
 def test_settings_that_change_nothing(
     recipe: str, disturbance: str, policy: Path, undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of the decoder, and of the modes at their limits."""
+    """Settings of the decoder, and of the modes at their limits."""
     changes = (SETTINGS | LIMITS)[disturbance]
     folder = train(make_recipe(policy, tmp_path, **RECIPES[recipe] | changes)).folder
     alone = "off_policy/" if disturbance in LIMITS else "eval/" if "evaluation" in disturbance else "draft_head/"
@@ -283,7 +284,7 @@ def test_settings_that_change_nothing(
     if disturbance == "few pages":
         assert sum(row["engine/preemptions"] for row in rows) > 0
     if disturbance in ("history alone", "no drafts"):
-        assert {row["engine/background_rows"] for row in rows} == {0}
+        assert {row["engine/run_ahead_rows"] for row in rows} == {0}
     if disturbance == "no drafts":
         assert {row["engine/tokens_per_decode_step"] for row in rows} == {1}
         said = [describe_step(rows[-1]), *chain(*run_figures(rows).items())]
@@ -430,7 +431,7 @@ def interrupt_twice() -> None:
 def test_a_signal_to_one_rank_ends_all_after_the_step(
     policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Also where it comes twice within a moment."""
+    """Also if it comes twice within a moment."""
     recipe = make_recipe(policy, tmp_path, **SHORT)
     processes = train_on_ranks(recipe, 2, kills=(1, interrupt_twice))
     assert [process.exitcode for process in processes] == [0, 0]

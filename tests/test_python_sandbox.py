@@ -35,7 +35,7 @@ LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=4.0 + os.getpid() * 1e-6, mem
 OWN_LIMITS = LIMITS.model_copy(
     update={"wall_seconds": LIMITS.wall_seconds + 200.5}
 )  # not a number that ends with the other one
-"""Of pools that a test makes for itself. The odd numbers of seconds mark processes in the system's list of them."""
+"""Limits of pools that a test makes for itself. The odd numbers of seconds mark processes in the system's list."""
 SLEEP = "import time\ntime.sleep(1000)"
 
 

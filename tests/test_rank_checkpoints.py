@@ -68,7 +68,7 @@ def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> Trained:
 
 
 def numbers_of(name: tuple[str, str], shape: torch.Size) -> Tensor:
-    """What a tensor holds: a function of its name."""
+    """Content of a tensor: a function of its name."""
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:6]))
     return torch.randn(shape, generator=generator)
 
@@ -182,7 +182,7 @@ def no_space(*_: Any, **__: Any) -> None:
 
 
 def fail(policy: Path, folder: Path) -> list[str]:
-    """The errors of checkpoints where one rank fails at a time."""
+    """The errors of checkpoints if one rank fails at a time."""
     checkpoints = folder / "checkpoints"
     options = {"keep": 1, **vars(make_trained(policy, torch.bfloat16, "fsdp2"))}
     before = contents(save(policy, checkpoints, 1, **options))

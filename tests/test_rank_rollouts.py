@@ -50,7 +50,7 @@ def no_space(*_: object) -> NoReturn:
 
 @batched
 def place_by_length(samples: Sequence[RewardInput]) -> list[float]:
-    """Differs where anything but all samples is seen, in their order."""
+    """Differs if anything but all samples is seen, in their order."""
     lengths = [sample.num_tokens for sample in samples]
     return [place + 0.01 * sum(other < length for other in lengths) for place, length in enumerate(lengths)]
 
@@ -70,12 +70,12 @@ class Case:
     steps_ahead: int = 0
     """Rank 1 makes its first step when rank 0 has decoded all other samples, and as many steps for run-aheads."""
     broken: str = ""
-    """Of rank 1: the method of the engine or of the grader that raises."""
+    """Method of rank 1's engine or grader that raises."""
 
 
 @dataclass(kw_only=True)
 class Found:
-    """What one rank has seen: of both rollouts, and at the end."""
+    """Observations of one rank: in both rollouts, and at the end."""
 
     groups: list[Any] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
@@ -194,7 +194,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     assert not [name for row in truth.metrics for name in row if "rank" in name]
     if case.steps_ahead:  # who is idle takes what waits for a slow rank, and then runs ahead
         assert found[0].metrics[0]["engine/rank_claims"] == case.num_draws * case.num_samples / 2 - case.slots
-        assert found[0].metrics[0]["engine/background_tokens"] >= case.steps_ahead
+        assert found[0].metrics[0]["engine/run_ahead_tokens"] >= case.steps_ahead
 
 
 def follow() -> dict[str, float]:

@@ -121,7 +121,7 @@ FSDP_ALONE = ("bfloat16, master weights", "bfloat16 critic")
 
 
 def run_case(name: str, sharding: str) -> Found:
-    """What a case gives; the first one twice, for the same bits."""
+    """Result of a case; the first one runs twice, for the same bits."""
     found = CASES[name](sharding)
     assert name != REPEATED or is_same(found, CASES[name](sharding))
     return found

@@ -1,4 +1,4 @@
-"""What ranks exchange: gathered values, sums of tensors, counters, errors; one rank does nothing."""
+"""Exchange between ranks: gathered values, sums of tensors, counters, errors; one rank does nothing."""
 
 import time
 from contextlib import nullcontext
@@ -44,7 +44,7 @@ def exchange() -> dict[str, Any]:
 
 
 def error_of(failing: int) -> str:
-    """The error that this rank has where rank `failing` cannot work."""
+    """The error that this rank has if rank `failing` cannot work."""
     try:
         with ranks.synchronized("work"):
             if ranks.index() == failing:

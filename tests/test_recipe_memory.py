@@ -29,7 +29,7 @@ DOCS = ROOT / "docs" / "performance.md"
 PARTS = "weights | masters | moments | reference | {}decoder's buffers | {}gradients | activations"
 RECIPES = ("grpo_gsm8k", "grpo_math", "ppo_math", "dapo_math17k", "lora_math_7b")
 KINDS = {"all weights": "model.lora=null", "LoRA": "model.lora.base=device", "LoRA, base: host": "model.lora.base=host"}
-"""Of training -> an override of recipes/lora_math_7b.yaml."""
+"""Kind of training -> an override of recipes/lora_math_7b.yaml."""
 GPUS_GIB = (24, 48, 80)
 
 

@@ -251,13 +251,13 @@ def random_groups(model: Any) -> list[Any]:
 
 
 def page_gradient(model: Any, groups: list[Any]) -> dict[str, Tensor]:
-    """What the page's update hands to the optimizer, by name."""
+    """Gradients that the page's update gives the optimizer, by name."""
     page.update(model, Mock(), groups)
     return {name: weight.grad for name, weight in model.weights.items() if weight.grad is not None}
 
 
 def product_gradient(policy: Transformer, groups: list[Any], **changes: Any) -> tuple[dict[str, Tensor], float]:
-    """What the product hands to the optimizer, by name, and the computed rows as a share of all tokens."""
+    """Gradients that the product gives the optimizer, by name, and the computed rows as a share of all tokens."""
     recipe = make_recipe(
         rollout={"num_prompts": len(groups), "num_samples": 4, "max_new_tokens": 20, "max_prompt_tokens": 6},
         algorithm={"clip_low": page.CLIP, "clip_high": page.CLIP},

@@ -42,7 +42,7 @@ def _no_workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def repeatable_recipe(policy: Path, folder: Path, device: str, **changes: Any) -> Recipe:
-    """Of a run of two steps, in the second of which a prompt comes again."""
+    """Recipe of a run of two steps; a prompt comes again in the second one."""
     values: dict[str, Any] = {
         "repeatable": True,
         "device": device,
@@ -131,7 +131,7 @@ def test_on_a_cpu_nothing_is_set(tmp_path: Path) -> None:
 
 @pytest.fixture
 def refusing(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The imitated device; where algorithms must be deterministic it refuses what torch refuses on a real one."""
+    """The imitated device; if algorithms must be deterministic it refuses what torch refuses on a real one."""
     compute = Operations.__torch_dispatch__
 
     def refuse_or_compute(mode: Operations, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

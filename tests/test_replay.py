@@ -27,7 +27,7 @@ def replay(prompts: dict[str, list[list[int]]], drafter: DrafterBase | None = No
 
 
 def tokens_of(recording: Recording) -> list[dict[str, list[list[int]]]]:
-    """Of each step the prompts by name, with the tokens of their samples."""
+    """Prompts of each step by name, with the tokens of their samples."""
     return [{one.prompt_id: [sample.tokens.tolist() for sample in one.samples] for one in step} for step in recording]
 
 

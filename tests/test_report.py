@@ -79,7 +79,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
 
 def engine_metrics() -> dict[str, float]:
     depths = {f"engine/acceptance_depth_{depth}": 0.4 + 0.05 * depth for depth in range(1, 9)}
-    run_ahead = {"engine/background_tokens": 40, "engine/text_tokens_repeated": 0}
+    run_ahead = {"engine/run_ahead_tokens": 40, "engine/text_tokens_repeated": 0}
     return depths | run_ahead | {"engine/verified_per_decode_step": 4}
 
 

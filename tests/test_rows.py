@@ -70,7 +70,7 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
     for _ in range(num_chunks):
         tokens = random.integers(0, 50, int(random.integers(1, 10))).astype(np.int32)
         pages = random.permutation(600)[:20].astype(np.int32)
-        chunks.append(PrefillChunk(tokens, int(random.integers(0, 10)), pages))
+        chunks.append(PrefillChunk(tokens, int(random.integers(0, 10)), pages, 0))
     size = size_of(batch, slots, trees, chunks, page_size)
     expected, written = expected_rows(batch, slots.tolist(), trees, chunks, page_size)
     num_rows, num_sampled = len(expected), num_trees + trees.num_nodes

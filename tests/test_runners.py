@@ -1,4 +1,4 @@
-"""What every runner must do: each row of a step has the token and the log-prob that the model itself gives it."""
+"""Requirements of every runner: each row of a step has the token and the log-prob that the model itself gives it."""
 
 from importlib.util import find_spec
 

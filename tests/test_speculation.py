@@ -1,4 +1,4 @@
-"""What the engine says to drafters, run-aheads, the exact distribution. Tokens with each drafter: test_reference.py."""
+"""Engine's calls of drafters, run-aheads, the exact distribution. Tokens with each drafter: test_reference.py."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -47,7 +47,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def meaning(fields: dict[str, Any]) -> Any:
-    """Of a config, or why there is none."""
+    """Meaning of a config, or the reason why there is none."""
     try:
         return config_from_hf(fields)
     except ValueError as error:

@@ -248,7 +248,7 @@ def test_messages_may_be_a_text_of_json(tmp_path: Path) -> None:
 
 
 def tone(sample: RewardInput) -> float:
-    """What a user's reward may read: its row, and no verdict."""
+    """A user's reward, which may read its row and gets no verdict."""
     assert sample.correct is None
     return float(sample.prompt.metadata["weight"] * len(sample.text))
 

@@ -1,5 +1,6 @@
 """On-policy distillation: a teacher's scores against `transformers` and against a program of a user's own."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from srtrl.features.teacher import check_scores, check_vocabulary, teacher_advan
 from srtrl.metrics import read_metrics
 from srtrl.model.files import read_tensors
 from srtrl.model.folders import load_tokenizer
+from srtrl.run.checkpoint import read_state
 from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.trainer import Trainer
@@ -84,6 +86,7 @@ def test_alone_it_equals_a_program_without_it(policy: Path, teacher: Path, tmp_p
     algorithm = {"advantage": "test_teacher:immediate", "kl": kl, "old_logprobs": "recompute"}
     recipe = make_recipe(policy, tmp_path / "program", rewards=ALONE, algorithm=algorithm, **QUICK)
     parts = build_parts(recipe)
+    parts.teacher_sha256 = read_state(folder / "checkpoints" / "step_000002").teacher_sha256
     model = build_policy(recipe, str(teacher), torch.device("cpu")).requires_grad_(False)
     parts.columns[0] = logprobs_column("teacher", "ref_logprobs", model, recipe.rollout.temperature)
     with Trainer(parts) as trainer:
@@ -108,7 +111,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(policy: Path, tmp_path: Pa
 
 
 def test_vocabularies_are_compared_by_ids_and_texts(policy: Path) -> None:
-    """What only the teacher has does not matter."""
+    """Tokens that only the teacher has do not matter."""
     ours, theirs = load_tokenizer(policy), load_tokenizer(policy)
     theirs.add_tokens(["<think>"])
     check_vocabulary(ours, theirs)
@@ -125,3 +128,23 @@ def test_a_teacher_must_repeat_its_scores(policy: Path, tmp_path: Path) -> None:
     model.embedding[3, 0] = torch.nan
     with pytest.raises(ValueError, match=r"algorithm.teacher.path: the teacher scored one sequence twice"):
         check_scores(model)
+
+
+def test_a_resume_needs_the_teacher_that_the_run_has_had(policy: Path, teacher: Path, tmp_path: Path) -> None:
+    """Wherever it is now; one that is new may begin."""
+    moved = shutil.copytree(teacher, tmp_path / "moved")
+
+    def resume(num_steps: int, path: Path | None) -> None:
+        algorithm = {} if path is None else {"teacher": {"path": str(path)}}
+        steps = {"train__num_steps": num_steps, "train__checkpoint_every": 1}
+        train(make_recipe(policy, tmp_path, algorithm=algorithm, **QUICK | steps), resume=num_steps > 1)
+
+    resume(1, None)
+    resume(2, teacher)
+    resume(3, moved)
+    shutil.copy(policy / "model.safetensors", moved)
+    with pytest.raises(
+        ValueError, match=rf"algorithm.teacher.path has changed: .*{moved}, are not those that .*000003"
+    ):
+        resume(4, moved)
+    resume(4, None)

@@ -51,7 +51,7 @@ class Twin:
             self.texts[slot].append(token)
 
     def places(self, slot: int, path: tuple[int, ...], shortest: int) -> list[Place]:
-        """Of all positions that agree so far: the longest matches first, then the newest."""
+        """All positions that agree so far: the longest matches first, then the newest."""
         found = []
         for other, position in reversed(self.order):
             before, text = self.texts[other][:position], [*self.texts[slot], *path]
@@ -159,7 +159,7 @@ class Twin:
 
 
 class Row:
-    """What decides the next token beside the places; without `trust` the noise is unknown."""
+    """Inputs that decide the next token beside the places; without `trust` the noise is unknown."""
 
     def __init__(self, uniforms: Sequence[float] = (), trust: np.ndarray | None = None) -> None:
         self.uniforms, self.trust = uniforms, trust

@@ -1,4 +1,4 @@
-"""What trackers get: the recipe, metrics and tables of samples; TensorBoard's own files and a stand-in for wandb."""
+"""Records in trackers: the recipe, metrics and tables of samples; TensorBoard's own files and a stand-in for wandb."""
 
 import shutil
 import sys

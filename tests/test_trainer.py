@@ -400,7 +400,7 @@ def test_no_line_of_a_step_is_longer_than_78_characters_and_its_reward_is_smooth
 
 
 def drafted(num_tokens: int, num_decodes: int, num_nodes: int, epoch: float, **others: float) -> dict[str, float]:
-    """What a training step with drafts logs; `num_decodes`: one for each sample of each decode step."""
+    """Metrics of a training step with drafts; `num_decodes`: one for each sample of each decode step."""
     return {
         **{"step": 3, "data/epoch": epoch, "reward/mean": 0.5, "time/rollout": 5.0, "time/step": 9.0, "grad_norm": 1.0},
         **{"engine/cache_hit_rate": 0.0, "engine/tokens": num_tokens, "engine/decode_steps": 10},
@@ -416,7 +416,7 @@ def evaluated(step: int, accuracy: float) -> dict[str, float]:
 
 
 def test_figures_of_a_run_and_its_steps_for_people() -> None:
-    """Of a run that had no drafter until a resume, then one of an earlier version, with other seconds."""
+    """The run had no drafter until a resume, then one of an earlier version, with other seconds."""
     plain, *steps = (
         drafted(800, 800, 0, 0.5),
         drafted(700, 700, 0, 0.9, **{"engine/draft_seconds": 9.0, "engine/saved_seconds": -0.1, "time/compile": 0.9}),
@@ -477,7 +477,7 @@ def test_data_order_is_a_permutation_in_each_epoch_that_depends_on_it_and_on_the
 
 def test_learning_rate() -> None:
     def rates(schedule: str, warmup: int = 4) -> list[float]:
-        """Of three training steps with four optimizer steps each."""
+        """Learning rates of three training steps with four optimizer steps each."""
         changes = {"train__num_steps": 3, "train__learning_rate": 1.0, "train__warmup_steps": warmup}
         plan = make_recipe(Path(), Path(), train__schedule=schedule, **changes).policy_updates
         return [learning_rate_at(plan, step, number) for step in (1, 2, 3) for number in range(4)]

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from engine_cases import init_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
@@ -20,7 +21,7 @@ from update_cases import random_shares
 
 from srtrl.model.attention import Gather, PackedPlan
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.transformer import LLAMA, RotaryTable, Style, Transformer, activate, rms_norm, rotate
+from srtrl.model.transformer import LLAMA, LayerStates, RotaryTable, Style, Transformer, activate, rms_norm, rotate
 from srtrl.model.weights import init_model, named_tensors, read_config, save_model
 
 LENGTHS = (5, 1, 41, 23, 5, 64, 1)
@@ -156,6 +157,19 @@ def test_gradient_checkpointing_changes_no_gradient_and_decoding_first_spoils_no
         assert all(torch.equal(kept, again) for again in others)
 
 
+def test_states_of_layers_are_those_of_shorter_models_and_change_nothing() -> None:
+    policy = init_policy(num_hidden_layers=3)
+    tokens, plan = torch.arange(7), PackedPlan([3, 4], "cpu")
+    hidden = policy(tokens, plan, states := LayerStates((2, 0, 3)))
+    assert torch.equal(hidden, policy(tokens, plan))
+    after_2, embedded, last = states.joined.chunk(3, dim=-1)
+    assert torch.equal(embedded, policy.embed(tokens))
+    del policy.layers[2]
+    for state, expected in ((after_2, policy(tokens, plan)), (last, hidden)):
+        assert torch.equal(rms_norm(state, policy.final_norm, 1e-6), expected)
+    assert torch.autograd.grad(after_2.sum(), policy.embedding)[0].abs().sum() > 0
+
+
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, threads: int) -> None:
@@ -198,7 +212,7 @@ def test_activation_of_a_row_does_not_depend_on_the_batch(
 def test_packed_attention_equals_the_reference(
     lengths: list[int], heads: tuple[int, int, int], window: int | None, seed: int, shares: bool
 ) -> None:
-    """Of whole sequences, and of sequences that begin as the one before does."""
+    """Sequences are whole, or begin as the one before does."""
     num_heads, num_kv_heads, head_dim = heads
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     generator = torch.Generator().manual_seed(seed)

@@ -50,7 +50,7 @@ def test_the_kernel_agrees_with_the_reference(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    """Of bfloat16 inputs are the same numbers; how weights (on a device) and results are rounded differs."""
+    """Inputs in bfloat16 are the same numbers; how weights (on a device) and results are rounded differs."""
     random = np.random.default_rng(seed)
     (num_heads, num_kv_heads), (head_dim, page_size), (num_splits, rows_per_tile, padding) = heads, cells, tiles
     step = make_step(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_without_interpreter(program: str, *options: str, timeout: int) -> str:
-    """What a program of docs/ prints, in a process that compiles."""
+    """Output of a program of docs/, in a process that compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(ROOT / "docs" / program), *options]

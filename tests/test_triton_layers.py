@@ -22,6 +22,7 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import (
     LLAMA,
+    LayerStates,
     RopeConfig,
     RotaryTable,
     Style,
@@ -163,8 +164,12 @@ def step_of() -> TreeStep:
 
 
 def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCache], tuple[Tensor, KVCache]]:
-    """Hidden states of the real rows and the cache after the step: of the fused pass, and of the eager model."""
+    """Hidden states of the real rows and the cache after the step: of the fused pass, and of the eager model.
+
+    Beside the hidden states is the residual stream after 0 layers and after all.
+    """
     config = model.config
+    numbers = (config.num_hidden_layers, 0, 0)
     num_kv_heads = config.num_key_value_heads
     fused_cache, eager_cache = (
         make_cache(step.num_pages, 4, num_kv_heads, config.head_dim, model.dtype, num_layers=config.num_hidden_layers)
@@ -180,11 +185,14 @@ def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCa
         num_splits=1,
         scratch=AttentionScratch(config.head_dim, KERNEL_DEVICE),
         out=out,
+        states=(copies := LayerStates(numbers, out.new_zeros(len(out), 3 * config.hidden_size))),
     )
     assert out.isfinite().all(), "padding rows must not spoil anything"
     with torch.inference_mode():
-        expected = model(step.rows.token_ids.long(), ReferencePlan(eager_cache, step.rows))
-    return (out[: step.num_real], fused_cache), (expected[: step.num_real], eager_cache)
+        tokens, plan, states = step.rows.token_ids.long(), ReferencePlan(eager_cache, step.rows), LayerStates(numbers)
+        expected = torch.cat((model(tokens, plan, states), states.joined), dim=-1)
+    hidden = torch.cat((out, copies.joined), dim=-1)
+    return (hidden[: step.num_real], fused_cache), (expected[: step.num_real], eager_cache)
 
 
 def check_hidden_states(model: Transformer) -> None:
@@ -195,7 +203,8 @@ def check_hidden_states(model: Transformer) -> None:
     """
     (hidden, cache), (expected, eager_cache) = forward_both(model, step_of())
     assert float(expected.float().std()) > 0.1
-    pairs = ((hidden, expected), (cache.key_pages, eager_cache.key_pages), (cache.value_pages, eager_cache.value_pages))
+    parts = zip(hidden.chunk(4, dim=-1), expected.chunk(4, dim=-1), strict=True)
+    pairs = (*parts, (cache.key_pages, eager_cache.key_pages), (cache.value_pages, eager_cache.value_pages))
     for found, right in pairs:
         share = float((found - right).float().pow(2).mean().sqrt() / right.float().std())
         assert share < (1e-5 if model.dtype == torch.float32 else 0.04)

@@ -164,7 +164,7 @@ def test_the_gated_activation_and_its_gradient_round_as_plain_pytorch(
 def test_the_rotation_and_its_gradient_have_the_bits_of_plain_pytorch(
     interleaved: bool, head_dim: int, rotary_dim: int, num_heads: int, dtype: torch.dtype
 ) -> None:
-    """Of heads that are a part of wider rows, in the update those of the fused projection, and of a scaled table."""
+    """The heads are a part of wider rows, in the update those of the fused projection; the table is scaled."""
     style = Style(interleaved=interleaved, attention_scale=0.7)
     rope = RopeConfig(tuple(torch.linspace(1, 0.01, rotary_dim // 2).tolist()), factor=1.1)
     positions = torch.tensor([0, 3, 200, 77, 5], device=KERNEL_DEVICE)

@@ -24,7 +24,7 @@ NUM_SEQUENCES = 8
 
 
 CAP = 1.1
-"""Of the importance weights."""
+"""Cap of the importance weights."""
 DAPO, CISPO, SEQUENCE = {"loss_type": "dapo"}, {"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}
 NARROW = SEQUENCE | {"epsilon_low": 3e-2, "epsilon_high": 4e-2}
 CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
@@ -61,7 +61,7 @@ def trl_module(name: str) -> Any:
 
 
 def stand_in(logprobs: Tensor, num_micro_batches: int, **settings: Any) -> SimpleNamespace:
-    """What `_compute_loss` reads of its trainer; `logprobs` [B, L] are what the model would give."""
+    """Trainer's fields that `_compute_loss` reads; `logprobs` [B, L] are the model's."""
     fields = {
         "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
         "loss_type": "grpo",

@@ -39,7 +39,7 @@ def run(finished: Callable[..., Path]) -> Path:
 
 
 def srtrl(*arguments: object) -> str:
-    """What a command prints."""
+    """Output of a command."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result.stdout

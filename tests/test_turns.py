@@ -44,7 +44,7 @@ def prompt_of(completion: Completion) -> tuple[int, ...]:
 
 
 def observation(completion: Completion) -> list[int]:
-    """What a tool answers: a function of the turn; up to 13 tokens, stop strings among them."""
+    """A tool's answer: a function of the turn; up to 13 tokens, stop strings among them."""
     extensions = completion.response.extensions
     turn = completion.response.token_ids[extensions[-1][1] if extensions else 0 :].tolist()
     return [(sum(turn) * (i + 1) + len(turn)) % 60 + 1 for i in range(1 + sum(turn) % 13)]

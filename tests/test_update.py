@@ -30,7 +30,7 @@ from srtrl.trainer.passes import NonFiniteError
 from srtrl.types import TrainSequence
 
 SCALE = 8
-"""Of the weights: at the tests' usual 20 the network itself makes 1e-6 of the rounding of a rare token."""
+"""Scale of the weights: at the tests' usual 20 the network itself makes 1e-6 of the rounding of a rare token."""
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -164,7 +164,7 @@ def is_unchanged(policy: Transformer, before: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
 def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mean over all tokens counts, and stops no run where they are few."""
+    """The mean over all tokens counts, and stops no run if they are few."""
     policy = make_policy()
     sequences = make_sequences(policy)
     sequences[4].rollout_logprobs[1] -= 2.0

@@ -22,7 +22,7 @@ PAGE_SIZE = 4
 
 @dataclass
 class Step:
-    """What `verify` gets; slots in any order."""
+    """Arguments of `verify`; slots in any order."""
 
     batch: Batch
     slots: np.ndarray
@@ -73,7 +73,7 @@ def random_step(seed: int, num_samples: int, vocab_size: int, max_nodes: int, *,
 
 
 def walk(step: Step, b: int) -> tuple[list[int], list[float], list[int], int] | None:
-    """The definition: new tokens, their log-probs, accepted nodes and finish; None where logits are not finite."""
+    """The definition: new tokens, their log-probs, accepted nodes and finish; None if logits are not finite."""
     batch, slot, tree = step.batch, int(step.slots[b]), step.trees[b]
     sample = batch.samples[slot]
     assert sample is not None

@@ -52,7 +52,7 @@ TEXTS = [f"Compute {a}+{b}.\n{a}+{b}={a + b}\nAnswer: {a + b}" for a in range(20
 TRAINED = train_tokenizer(TEXTS, 290)
 EMOJI = "👩‍👩‍👧 naïve \x00\x7f \r\n\t  double  spaces don't 12345 ½ ²"
 TUNED: dict[str, Any] = {"architecture": None, "train_tokenizer_vocab_size": None}
-"""Of a warm start from a model, with its tokenizer."""
+"""Options of a warm start from a model, with its tokenizer."""
 
 
 OUTPUTS = ["7" * 90, "", "\n", " 12\n\n", "<|endoftext|>", "<interpreter>\nx", "Traceback:\n  <code>", "é👩"]
@@ -155,7 +155,7 @@ def test_every_digit_is_a_token_and_words_are_merged() -> None:
 
 
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
-    """Of sequences as RL will see them: prompt tokens as the task gives them, the solution encoded alone, an end token.
+    """Sequences are as RL will see them: prompt tokens by the task, the solution encoded alone, an end token.
 
     Loss and gradient norm are those of the peer in `transformers`.
     """

@@ -55,7 +55,7 @@ for several in (requests[:1], requests, requests, filtered):  # one live sample,
     assert len(decode(engine, several, run_ahead=ahead)) == len(several)
     engine.end_step(has_new_weights=True)
 metrics = engine.take_metrics()
-assert metrics["engine/acceptance_depth_1"] > 0.5 and metrics["engine/background_rows"] > 0, metrics
+assert metrics["engine/acceptance_depth_1"] > 0.5 and metrics["engine/run_ahead_rows"] > 0, metrics
 check()
 
 drafter = Drafter()  # long texts, and what a rollout of a small policy does not do

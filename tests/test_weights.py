@@ -187,7 +187,7 @@ SAVES: dict[str, list[tuple[str, list[str]]]] = {
     "the single file, and an index": [("old", shard_names(3)), ("lost", shard_names(3)[1:2]), ("single", [])],
     "the single file, and shards": [("old", shard_names(3)), ("lost", [INDEX]), ("single", [])],
 }
-"""What was written, and lost, before the weights are read."""
+"""Files that were written, and lost, before the weights are read."""
 
 
 @pytest.mark.parametrize("kind", SAVES)

@@ -48,7 +48,7 @@ def make_policy(
 
 @torch.no_grad()
 def naive_logprobs(policy: Transformer, sequence: TrainSequence) -> list[float]:
-    """Of the sampled tokens, one sequence alone."""
+    """Log-probs of the sampled tokens, one sequence alone."""
     token_ids = torch.from_numpy(sequence.token_ids)
     hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
     logits = policy.logits(hidden)[torch.from_numpy(sequence.targets) - 1]
@@ -140,7 +140,7 @@ def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 CALLS: list[str] = []
-"""Of `incorrect_loss`."""
+"""Calls of `incorrect_loss`."""
 
 
 def incorrect_loss(

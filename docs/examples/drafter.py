@@ -78,7 +78,7 @@ class Drafter(DrafterBase):
         )
 
     def continuations(self, prompt: Prompt, path: list[int]) -> list[tuple[int, float]]:
-        """What followed the longest known context, and how often."""
+        """Tokens that followed the longest known context, with estimated probabilities."""
         for start in range(max(0, len(path) - MAX_CONTEXT), len(path) + 1):  # the longest context first
             if followed := self.counts.get((prompt, tuple(path[start:]))):
                 return [(token, count / (followed.total() + 1)) for token, count in followed.most_common(4)]

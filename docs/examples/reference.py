@@ -151,7 +151,7 @@ CONTEXTS, MAX_NODES = (16, 12, 8, 6, 4, 3, 2, 1), 8
 
 
 class Memory:
-    """What followed each context in the texts of a prompt."""
+    """Counts of the tokens that followed each context in the texts of a prompt."""
 
     def __init__(self) -> None:
         self.followed: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)

@@ -5,7 +5,7 @@ Every public function here is a value of `algorithm.advantage`, of one of two ki
 *Sequence-level*, `(rewards: Tensor) -> Tensor`, both [G, S]: G groups (draws of a prompt) of S samples each, one reward
 and one advantage a sample.
 
-*Token-level*, marked `@token_level` (`@token_level(needs_values=True)` where the values are used, so that the recipe
+*Token-level*, marked `@token_level` (`@token_level(needs_values=True)` if the values are used, so that the recipe
 must have a value model):
 
     (token_rewards, values, mask, *, group_index, gamma, lam) -> advantages
@@ -15,7 +15,7 @@ padded on the right, where the mask is false and the result is zero. `values` ar
 `group_index` [B] int64 says which responses are of one draw of a prompt. All is computed in float64. The value
 model's targets are advantages + values, so a token-level function that needs values must not rescale what it returns.
 
-Both kinds get `reward_terms`, `reward_weights`, `correct`, `lengths`, `prompt_ids` and `step` where they declare them
+Both kinds get `reward_terms`, `reward_weights`, `correct`, `lengths`, `prompt_ids` and `step` if they declare them
 (docs/extending.md), and `algorithm.advantage_options`.
 """
 
@@ -151,7 +151,7 @@ def gae(
     delta(t) = reward(t) + gamma value(t + 1) - value(t), equation 16 of arXiv 1506.02438, computed backwards:
     A(t) = delta(t) + gamma lam A(t + 1). With gamma = lam = 1 it is the sum of the rewards to come less the value.
 
-    The value after the last response token is 0, also where the response was cut at the length limit: being cut ends
+    The value after the last response token is 0, also if the response was cut at the length limit: being cut ends
     the episode, with the reward that the graders gave. verl and OpenRLHF do the same; the alternative, to bootstrap
     from the value of the state after the cut (arXiv 1712.00378), treats the limit as no part of the task.
 
@@ -230,7 +230,7 @@ def _zero_if_uniform(rewards: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _padded_with_zeros(numbers: Tensor, mask: Tensor) -> Tensor:
-    """What is after the end of a response (not a number, perhaps) must not reach it."""
+    """Replace numbers after the end of a response by zeros: they may be NaN."""
     return torch.where(mask, numbers.double(), 0.0)  # [B, L]
 
 

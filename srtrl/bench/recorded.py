@@ -41,9 +41,9 @@ class RecordedSample:
     tokens: Tokens
     """Never empty."""
     extensions: Extensions = ()
-    """Where the tokens of an environment are, in a sample of several turns."""
+    """Positions of an environment's tokens, in a sample of several turns."""
     rng_key: int | None = None
-    """None where the rollouts are not those of a run of ours."""
+    """None if the rollouts are not those of a run of ours."""
     is_cut: bool = False
     """Whether it was longer, and was truncated."""
 
@@ -80,7 +80,7 @@ Recording = list[list[RecordedPrompt]]
 """One list of prompts for each training step of a run, in order; rows without a `step` are one for each file."""
 
 SECONDS_PER_LINE = 10.0
-"""Of progress."""
+"""Interval between lines of progress."""
 
 Names = dict[tuple[int, ...], str]
 """Tokens of a prompt -> the name that the first row with them has."""

@@ -1,4 +1,4 @@
-"""What Triton needs of a machine besides a device."""
+"""Requirements of Triton on a machine besides a device."""
 
 import os
 import sysconfig

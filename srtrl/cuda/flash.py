@@ -21,10 +21,10 @@ NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}
 MAX_HEAD_DIM = 128
 """Wider heads stay with PyTorch's own: the newer ones do not have all of them, with gradients, on all devices."""
 LENGTHS, SHARED = (48, 200), (0, 40)
-"""Of the trial: tokens of two sequences; the second one begins with tokens of the first."""
+"""Tokens of the trial's two sequences, and those that each begins with of the one before."""
 TRIAL_WINDOW = 32
 MAX_ERROR = 0.02
-"""Of the trial, as a share of the norm; bfloat16 alone makes about 0.005."""
+"""Maximum error of the trial, as a share of the norm; bfloat16 alone makes about 0.005."""
 
 
 def choose_flash(setting: str, device: torch.device, head_dim: int) -> str:

@@ -40,7 +40,7 @@ class StepGraphs:
         self._known: set[Hashable] = set()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        """Of all graphs that are kept."""
+        """Memory pool of all graphs that are kept."""
 
     def __len__(self) -> int:
         """Graphs that are kept."""

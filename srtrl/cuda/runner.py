@@ -52,7 +52,7 @@ FILTERED_AT_ONCE = 64
 
 
 class PinnedCopy:
-    """An int32 array on the host, pinned where the device is a CUDA device, and its twin there; a graph may copy it."""
+    """An int32 array on the host, pinned if the device is a CUDA device, and its twin there; a graph may copy it."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -156,7 +156,7 @@ class CudaRunner(Runner):
             )
         self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
-        """What the device computes in a step; tests replace it by plain PyTorch."""
+        """Computation of a step on the device; tests replace it by plain PyTorch."""
         self._has_graphs = is_cuda and options.cuda_graphs
         self._graphs = StepGraphs(device if self._has_graphs else None)
         self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
@@ -167,7 +167,7 @@ class CudaRunner(Runner):
         self._num_top = options.num_top
         self._results = PinnedCopy(2 * (1 + self._num_top) * aligned(largest.step.num_sampled), device)
         self._end = QueueMark(device)
-        """Of the step that was launched last."""
+        """End of the step that was launched last."""
         self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # Tables of its own: the model's are made anew when the update needs longer ones.
         self._rotary = [table.build(self.planner.max_positions, self.model.dtype, device) for table in policy.rotary]
@@ -269,7 +269,7 @@ class CudaRunner(Runner):
         return is_prepared
 
     def _run_step(self, step: CudaStep) -> None:
-        """What a graph holds: the copies of a step's inputs and results, too, each of which costs the host a call."""
+        """Run a step as a graph has it: with the copies of inputs and results, each of which costs the host a call."""
         self._staging.upload(step.num_inputs)
         self.compute(step)
         self._results.download(step.num_results)

@@ -60,7 +60,7 @@ class LaunchShape(NamedTuple):
         return self.step.num_rows == self.step.num_sampled <= MAX_GRAPH_ROWS
 
     def fields(self) -> Fields:
-        """What a step copies to the device: `TiledRows.tiles` and `split_keys`, moves of KV, and `StepInputs`."""
+        """Arrays that a step copies to the device: `TiledRows.tiles`, `split_keys`, moves of KV, and `StepInputs`."""
         return {
             "tiles": (np.int32, (self.num_tiles, 4)),
             "split_keys": (np.int32, (1,)),
@@ -151,7 +151,7 @@ class ShapePlanner:
         return choose_split_keys(max_keys=size.max_keys, num_splits=min(wanted, shape.num_splits))
 
     def _launch(self, num_rows: int, num_sampled: int, block_m: int, table_width: int) -> LaunchShape:
-        """What follows from these: sequences have so many rows on average that blocks are no lower than `block_m`."""
+        """Shape of steps whose sequences have so many rows on average that blocks are at least `block_m` high."""
         rows_per_tile = block_m // self.group
         lower = block_m // 2 // self.group  # rows of a sequence for which lower blocks would do
         most_sequences = min(self._max_tables, num_rows // lower if block_m > self._block_m(0) else num_rows)

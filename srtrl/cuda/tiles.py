@@ -23,7 +23,7 @@ KEY_BLOCK = 64
 """Keys that the kernel reads at once; blocks begin at multiples of it."""
 
 MAX_BLOCK_BYTES = 32 * 1024
-"""Of a block of keys and one of values: 64 of each for bfloat16 heads of 128."""
+"""Maximum size of a block of keys and one of values: 64 of each for bfloat16 heads of 128."""
 
 MIN_SPLIT_KEYS = 2 * KEY_BLOCK
 """No split is meant to be shorter: a block costs less than the start of a program and its combination."""
@@ -34,10 +34,10 @@ SCRATCH_LANES = 2**17
 """Partial results that have room, of one query head over one split each: 64 MiB for heads of 128."""
 
 REGISTERS = 65_536
-"""Of a multiprocessor since Volta."""
+"""Registers of a multiprocessor since Volta."""
 
 NUM_THREADS = 128
-"""Of a program: four warps."""
+"""Threads of a program: four warps."""
 
 LARGEST_BLOCK_M = 64
 WIDE_BLOCK_M = 32
@@ -90,7 +90,7 @@ def _cut_rows(
 
 
 def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> int:
-    """Height of a block, a power of two: 16, 32 or 64, more only where the heads of one row need it.
+    """Height of a block, a power of two: 16, 32 or 64, more only if the heads of one row need it.
 
     A sequence's keys are read once per tile, so a tile should hold all rows of a usual sequence (`rows_per_sequence`,
     on average); but one row alone pads up to the 16 that a tensor core takes anyway. `group` is H / K.
@@ -103,7 +103,7 @@ def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> in
 
 @dataclass(kw_only=True, frozen=True)
 class DeviceLimits:
-    """What decides how many programs run at the same time."""
+    """Limits of a device on the number of programs that run at the same time."""
 
     num_multiprocessors: int
     shared_bytes: int
@@ -111,7 +111,7 @@ class DeviceLimits:
 
 
 H200 = DeviceLimits(num_multiprocessors=132, shared_bytes=228 * 1024)
-"""As an H100 has; for shapes of steps where there is no device to ask."""
+"""As an H100 has; for shapes of steps if there is no device to ask."""
 
 
 def max_registers(*, block_m: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -149,7 +149,7 @@ def choose_num_splits(
 ) -> int:
     """Splits of the keys of each tile, so that programs fill the device and none is much longer than its share.
 
-    With sequences of one length as many as fill the device once: one wave reads all keys together. Where they differ,
+    With sequences of one length as many as fill the device once: one wave reads all keys together. If they differ,
     the longest program should take no longer than all of them together, spread over the device: splits after the end
     of a sequence cost nothing.
 

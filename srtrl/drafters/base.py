@@ -40,6 +40,8 @@ class DrafterBase:
     """Number of the policy's most likely tokens in place of each sampled one for `observe_top`; 0: it is not called."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
+    reads_states: bool = False
+    """Whether `computed` is called: it reads states of the rows that the engine's runner has computed."""
     knows_noise: bool = True
     """Whether the tokens are those that the noise of their samples decides; not where recorded ones replace them."""
 
@@ -67,6 +69,12 @@ class DrafterBase:
         `min_score` are not worth a row of the coming step, and need not be made.
         """
         raise NotImplementedError(f"{self} has no `propose`")
+
+    def computed(self, rows: Int64Array, next_tokens: Int32Array) -> None:
+        """A step was verified: `rows` of it stay, each with the token after it; the others were rejected drafts.
+
+        They are all rows of prompts, and of each sequence the root and the accepted nodes. `prepare` comes next.
+        """
 
     def prepare(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, rows: Int64Array) -> None:
         """A step was verified: begin work for the next `propose` that can run while the host does the rest.

@@ -39,7 +39,7 @@ class SrtOptions(Section):
     are kept.
     """
     other_prompts: bool = True
-    """Where the prompt's own texts have no continuation, guess what followed the last two tokens in completed rollouts
+    """If the prompt's own texts have no continuation, guess what followed the last two tokens in completed rollouts
     of any prompt."""
 
 
@@ -170,11 +170,11 @@ class Drafter(DrafterBase):
         self._observe(slots, token_ids, offsets, None)
 
     def observe_top(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens) -> None:
-        """As `observe`; where the tokens are drawn from them, keep the policy's distributions and learn phrases."""
+        """As `observe`; if the tokens are drawn from them, keep the policy's distributions and learn phrases."""
         self._observe(slots, token_ids, offsets, top)
 
     def _observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, top: TopTokens | None) -> None:
-        """Let drafts follow tokens, and learn from them where there is time for it."""
+        """Let drafts follow tokens, and learn from them if there is time for it."""
         noise = Noise(self._noise.rng_keys.copy(), self._noise.positions.copy(), self._noise.is_known.copy())
         teaches = self._is_drafted[slots] & noise.is_known[slots]
         self._is_drafted[slots] = False

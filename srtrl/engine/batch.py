@@ -179,7 +179,8 @@ class Batch:
         """The next positions of a sample that are computed before it decodes: at most `max_tokens`, before its root."""
         start = int(self.num_computed[slot])
         stop = min(start + max_tokens, int(self.num_tokens[slot]) - 1)
-        return PrefillChunk(self.token_ids[slot, start:stop], start, self.pages(slot))
+        tokens = self.token_ids[slot]
+        return PrefillChunk(tokens[start:stop], start, self.pages(slot), int(tokens[stop]))
 
     def step_size(self, step: ScheduledStep, num_nodes: Int64Array) -> StepSize:
         """The size of a step that verifies this many draft nodes of each of its slots."""

@@ -44,7 +44,7 @@ class StepCost:
     """Seconds of a decode step by its number of rows."""
 
     def __init__(self, edges: Sequence[int] = (), *, points: Sequence[tuple[int, float]] = ()) -> None:
-        """A cost that is unknown until `probe`; or fixed, where `points` (rows, seconds) state that of another machine.
+        """A cost that is unknown until `probe`; or fixed, if `points` (rows, seconds) state that of another machine.
 
         `edges`: ascending row counts at which a step's padding ends; steps of one bucket cost the same.
         """
@@ -246,7 +246,7 @@ class DraftGate:
 
 @dataclass(slots=True)
 class _Learned:
-    """What was learned from the steps of one class; old steps fade."""
+    """State learned from the steps of one class; old steps fade."""
 
     gate: DraftGate = field(default_factory=DraftGate)
     score_floor: float = 0.0
@@ -269,7 +269,7 @@ class DraftControl:
         self._purpose: Purpose = "generate"
         self._num_requests = self._num_known = 0
         self._draft_seconds = 0.0
-        """What drafting takes of a drafted step, per sequence."""
+        """Time of drafting in a drafted step, per sequence."""
 
     def begin_rollout(self, purpose: Purpose) -> None:
         """The next steps are of a new rollout; its requests follow."""
@@ -282,7 +282,7 @@ class DraftControl:
         self._num_known += has_history
 
     def max_nodes(self, num_sequences: int, limit: int) -> int:
-        """Largest number of draft nodes of a sequence in the coming step: 0 where it is not drafted for."""
+        """Largest number of draft nodes of a sequence in the coming step: 0 if it is not drafted for."""
         if not num_sequences:
             return 0
         if self.fixed is not None:
@@ -334,7 +334,7 @@ class DraftControl:
             num_rows: Of the whole step.
             drafted: Whether `propose` was called.
             draft_seconds: What proposing and choosing took.
-            seconds: Of the whole step, these included; where a cost is stated, by that cost.
+            seconds: Of the whole step, these included; if a cost is stated, by that cost.
         """
         self.cost.record(num_rows, seconds - draft_seconds)
         if self.fixed is not None or not num_sequences:

@@ -22,7 +22,7 @@ from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.step_inputs import fill_inputs
 from srtrl.engine.stopping import StopFinder, Tokenizer
-from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
+from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, rows_that_stay, verify
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, FinishReason, Purpose, Request, Response
 
@@ -375,6 +375,8 @@ class Engine:
         self.clock.lap("wait" if self.runner.is_asynchronous else "forward")
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         self.clock.lap("verify")
+        if self.drafts and self.drafter.reads_states:
+            self.drafter.computed(*rows_that_stay(step, trees, verified))
         self.drafter.prepare(verified.slots, verified.token_ids, verified.offsets, verified.rows)
         self.clock.lap("propose")
         if trees.num_nodes:

@@ -14,7 +14,7 @@ GIB = 1 << 30
 CPU_GIB = 4.0
 """`kv_memory_gib: auto` on a CPU."""
 EXPECTED_SHARE = 0.25
-"""Of its maximum length, what a decoding sequence is assumed to hold on average (for `slots: auto`): the average
+"""Share of its maximum length that a decoding sequence is assumed to hold on average (for `slots: auto`): the average
 response is half as long as the longest, and half of it is decoded. If sequences hold more, some are preempted."""
 MAX_AUTO_SLOTS = 1024
 """With as many rows a decode step takes as long as its arithmetic: more slots would not make it more efficient."""
@@ -22,11 +22,11 @@ KV_SHARE = 0.5
 """`kv_memory_gib: auto` on CUDA: share of the free memory for pages; the rest is for the update's activations."""
 
 GRAPH_BYTES = GIB // 5
-"""Of captured decode steps, about 1 MiB each, and what they share. On an H200 84 of them took 0.8 GiB with what
-libraries load for them, which is theirs and no graph's."""
+"""Memory of captured decode steps: about 1 MiB each, and what they share. On an H200, 84 of them took 0.8 GiB with the
+memory that libraries load for them, which is not counted here."""
 
 GIVE_MORE = "allow it more, or lower rollout.max_new_tokens"
-"""Advice where the option's own memory is too little."""
+"""Advice if the option's own memory is too little."""
 
 
 def allocate_pages(runner: Runner, options: EngineOptions, max_sequence_tokens: int) -> int:
@@ -40,7 +40,8 @@ def allocate_pages(runner: Runner, options: EngineOptions, max_sequence_tokens: 
     Raises:
         ValueError: The memory does not hold one sequence, or the device does not have as much.
     """
-    num_pages, page_bytes = options.num_pages, page_bytes_of(runner.model, options.page_size)
+    num_pages = options.num_pages
+    page_bytes = page_bytes_of(runner.model, options.page_size) + options.drafter_page_bytes
     if num_pages is None:
         free, reserved = free_bytes(runner.model.device), options.kv_reserved_bytes
         is_share = options.kv_memory_gib == "auto" and free is not None
@@ -84,7 +85,7 @@ def kv_bytes(kv_memory_gib: float | Literal["auto"], free: int | None, *, reserv
 
 
 def _what_is_left(free: int, reserved: int) -> str:
-    """Advice where a share of what is left on the device is too little."""
+    """Advice if a share of what is left on the device is too little."""
     taken = f", and the update's gradients will take {reserved / GIB:.1f}" if reserved else ""
     return (
         f"{free / GIB:.1f} GiB of the device are free{taken}. `srtrl show-config RECIPE --check` shows what takes its "

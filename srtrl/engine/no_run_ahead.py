@@ -12,7 +12,7 @@ from srtrl.types import Request
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Room:
-    """What the primaries leave of a step."""
+    """Capacity of a step that the primaries leave free."""
 
     num_rows: int
     """Roots and prompt tokens. With fewer than there are samples with a slot, some pause and keep their pages."""

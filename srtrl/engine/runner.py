@@ -47,6 +47,10 @@ class EngineOptions:
     """Largest number of draft nodes of one sequence in one step."""
     num_top: int = 0
     """Most likely tokens that the drafter wants of each sampled row; for runners that take them while they sample."""
+    state_layers: tuple[int, ...] = ()
+    """Numbers of layers after which the drafter wants the residual stream of each row; see `Runner.states`."""
+    drafter_page_bytes: int = 0
+    """Memory that the drafter takes beside each page, for layers of its own."""
 
     def longest_sequence(self, model_limit: int) -> int:
         """Longest prompt and response together; ValueError where the model was made for less."""
@@ -94,6 +98,8 @@ class Runner(ABC):
     """The arrays of the last step."""
     hidden: Tensor
     """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""
+    states: Tensor
+    """[at least N, len(state_layers) D], likewise: the residual stream after these layers; not there without any."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
         """A runner without pages: `allocate_pages` must follow. `token_major`: see `KVCache`."""

@@ -133,8 +133,8 @@ class EngineStats:
             "engine/prefill_tokens": self.num_prefill_tokens,
             "engine/slots_in_use_mean": num_ranks * self.num_decodes / max(self.num_steps, 1),
             "engine/pages_in_use_max": self.max_pages,
-            "engine/background_rows": self.num_run_ahead_rows,
-            "engine/background_tokens": self.num_run_ahead_tokens,
+            "engine/run_ahead_rows": self.num_run_ahead_rows,
+            "engine/run_ahead_tokens": self.num_run_ahead_tokens,
         }
         for depth, num_drafts in enumerate(self.accepted_by_depth.tolist(), 1):
             metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts

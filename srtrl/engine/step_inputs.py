@@ -186,6 +186,8 @@ class PrefillChunk:
     start: int
     page_ids: Int32Array
     """Pages of the prompt or sample, by position."""
+    next_token: int
+    """The token after them."""
 
 
 def fill_inputs(

@@ -40,6 +40,28 @@ def decode(tokenizer: Any, token_ids: Sequence[int] | npt.NDArray[np.int32], **o
     return text + str(tokenizer.decode(ids[start:], **options))
 
 
+def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds to those before it, without special tokens; joined they are the whole text.
+
+    Where a character comes in pieces, the last piece adds it. (Of bytes that are no characters some tokenizers make
+    more than one text: there they may differ.)
+    """
+    whole = decode(tokenizer, token_ids, skip_special_tokens=True)
+    pieces = {token_id: decode(tokenizer, [token_id], skip_special_tokens=True) for token_id in set(token_ids)}
+    texts = [pieces[token_id] for token_id in token_ids]
+    if "".join(texts) == whole:
+        return texts
+    texts, before, start = [], 0, 0  # the text of a token depends on the one before: the window is from that one on
+    for stop in range(1, len(token_ids) + 1):
+        shown = decode(tokenizer, token_ids[before:start], skip_special_tokens=True)
+        text = decode(tokenizer, token_ids[before:stop], skip_special_tokens=True)
+        is_whole = not text.endswith("\ufffd") or stop == len(token_ids)
+        texts.append(text[len(shown) :] if is_whole else "")
+        if is_whole:
+            before, start = start, stop
+    return texts
+
+
 def count_unknown(tokenizer: Tokenizer, token_ids: npt.NDArray[np.integer[Any]]) -> int:
     """Number of tokens that the tokenizer does not have."""
     ids, counts = np.unique(token_ids, return_counts=True)

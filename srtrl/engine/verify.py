@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.batch import Batch
+from srtrl.engine.batch import Batch, ScheduledStep
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.step_inputs import BatchArrays, Int32Array, Int64Array, kv_index
 from srtrl.engine.stopping import StopFinder
@@ -55,6 +55,14 @@ class Verified:
         roots = trees.offsets[:-1] + np.arange(len(trees))
         rows: Int64Array = np.repeat(roots, self.num_new) + 1 + parents
         return rows
+
+
+def rows_that_stay(step: ScheduledStep, trees: DraftTrees, verified: Verified) -> tuple[Int64Array, Int32Array]:
+    """The rows of a verified step that are no rejected drafts, and the token after each (`DrafterBase.computed`)."""
+    prompts = len(step.slots) + trees.num_nodes + np.arange(step.num_prompt_rows)
+    texts = [np.append(chunk.token_ids[1:], np.int32(chunk.next_token)) for chunk in step.chunks]
+    rows = np.concatenate([verified.rows_of_tokens(trees), prompts])
+    return rows, np.concatenate([verified.token_ids, *texts])
 
 
 def verify(

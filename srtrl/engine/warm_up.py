@@ -1,4 +1,4 @@
-"""What is compiled before the first rollout, so that none waits for it: the CPU kernels of a decode step."""
+"""Compilation of a decode step's CPU kernels before the first rollout, so that no rollout waits for it."""
 
 from collections.abc import Callable
 from dataclasses import replace

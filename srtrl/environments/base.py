@@ -65,7 +65,7 @@ class Step:
     is_done: bool = False
     """The sample ends here; the observation is not read."""
     reward: float = 0.0
-    """The rewards of a sample's steps are summed: `environment_reward` of a `RewardInput`."""
+    """Stands on the last token of the turn; `environment_reward` of a `RewardInput` is the sum over the steps."""
     stop_reason: str = "done"
     """Why the sample is done, as it is counted in the metrics."""
     outcomes: Sequence[str] = ()

@@ -52,7 +52,7 @@ class SandboxLimits(Section):
     memory_mb: int = Field(default=1024, ge=16, le=1_000_000)
     """Memory of a call: MiB of address space, beyond what the interpreter has when the call begins."""
     output_bytes: int = Field(default=65536, ge=64, le=2**30)
-    """Of standard output, and of standard error. Of a call that prints more, the rest is lost and the call ends."""
+    """Maximum size of standard output, and of standard error. A call that prints more ends, and the rest is lost."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -78,7 +78,7 @@ class PythonSandbox(WorkerPool):
     Args:
         limits: Of each call.
         num_workers: Number of interpreters, and so of calls at the same time.
-        sandbox: `auto` takes sandlock where the kernel can, else bubblewrap where it is installed, else refuses.
+        sandbox: `auto` takes sandlock if the kernel can, else bubblewrap if it is installed, else refuses.
 
     Raises:
         ValueError: there is no sandbox of this kind on this machine, or a package is missing.
@@ -134,7 +134,7 @@ class Interpreter(Worker):
         """Run one call.
 
         Raises:
-            RuntimeError: as `launch`, where the interpreter had to be replaced.
+            RuntimeError: as `launch`, if the interpreter had to be replaced.
         """
         if len(code) > MAX_CODE_CHARACTERS:
             stderr = f"SyntaxError: the code has {len(code)} characters, more than {MAX_CODE_CHARACTERS}\n"

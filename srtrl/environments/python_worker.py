@@ -35,7 +35,7 @@ import numpy.random  # which numpy itself imports at its first use: not in each 
 import sympy  # noqa: F401  for the calls: each fork finds it imported
 
 MEMORY_EXIT_CODE = 71
-"""Of a call that ended with a MemoryError."""
+"""Exit code of a call that ended with a MemoryError."""
 CHUNK_BYTES = 1 << 16
 NUM_FILES = 64
 """File descriptors that a call may have open."""

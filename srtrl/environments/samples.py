@@ -20,7 +20,7 @@ class OpenSample:
     segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
     num_void_turns: int = 0
     outcomes: list[str] = field(default_factory=list)
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     unseen: list[tuple[Turn, Step]] = field(default_factory=list)

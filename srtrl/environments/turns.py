@@ -108,7 +108,7 @@ class EnvironmentTurns(OneTurn):
         self._call_last(f"the end of `open` of {self.section.name}", self._stack.close)
 
     def _call(self, what: str, function: Callable[[], T], seconds: float | None = None) -> T:
-        """What a function of the user's class returns; it runs in a thread, which is left behind where it hangs.
+        """Return the result of a function of the user's class; it runs in a thread, which is abandoned if it hangs.
 
         Raises:
             ValueError: it raises, or takes longer than the class's `timeout_seconds`; the message begins with `what`.
@@ -133,7 +133,7 @@ class EnvironmentTurns(OneTurn):
                 self._patience = 0.0  # the first one that hangs is the last that is waited for
 
     def _result_of(self, value: Any) -> Any:
-        """What a coroutine returns; any other value is itself."""
+        """Return the result of a coroutine, or any other value itself."""
         return asyncio.run_coroutine_threadsafe(value, self._loop).result() if inspect.iscoroutine(value) else value
 
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
@@ -240,7 +240,7 @@ class EnvironmentTurns(OneTurn):
         return [pending.answer for pending in self._pending]
 
     def check_not_all_raised(self, where: str) -> None:
-        """Stop where the environments of all samples of a step, on all ranks, have raised.
+        """Stop if the environments of all samples of a step, on all ranks, have raised.
 
         The record of the step is deleted then, so that a resumed run calls the environment again.
 
@@ -258,7 +258,7 @@ class EnvironmentTurns(OneTurn):
             )
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
-        """The last turn, and its answer where that takes no environment: calls that cannot be read or run."""
+        """The last turn, and its answer if that takes no environment: calls that cannot be read or run."""
         response = completion.response
         start = response.extensions[-1][1] if response.extensions else 0
         token_ids = response.token_ids[start:].tolist()
@@ -320,7 +320,7 @@ class EnvironmentTurns(OneTurn):
         is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
         sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
-        sample.reward += step.reward
+        sample.rewards.append(step.reward)
         sample.metrics += step.metrics.items()
         if pending.seconds is not None:
             sample.seconds.append(pending.seconds)
@@ -369,13 +369,15 @@ class EnvironmentTurns(OneTurn):
         self._close(sample)
         del self._samples[key_of(completion)]
         self._num_samples["raised" in sample.outcomes] += 1
+        if stop_reason == "time" and "time" in sample.outcomes:
+            sample.rewards[-1] = math.nan
         return Conversation(
             segments=tuple(sample.segments),
             num_turns=len(completion.response.extensions) + 1,
             num_void_turns=sample.num_void_turns,
             stop_reason=stop_reason,
             outcomes=tuple(sample.outcomes),
-            reward=math.nan if stop_reason == "time" and "time" in sample.outcomes else sample.reward,
+            rewards=tuple(sample.rewards),
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
             texts=tuple(

@@ -22,20 +22,20 @@ from srtrl.types import RolloutGroup
 
 Numbers = npt.NDArray[np.float64]
 FILE = "data_order.safetensors"
-"""Of a checkpoint."""
+"""File of a checkpoint."""
 FIRST_SHARE = 0.5
 """`skip_silent` at first: share of prompts without a signal at their last visit that are visited again."""
 SHARE_STEP, MIN_SHARE, MAX_SHARE = 0.01, 0.05, 0.95
-"""By which a step moves this share, and its limits."""
+"""Change of this share per step, and its limits."""
 MIN_PROBABILITY = 0.01
-"""Of a visit, after any number of visits without a signal."""
+"""Minimum probability of a visit, after any number of visits without a signal."""
 TARGETS = {"right": 0.25 / 3, "wrong": 0.5 / 3}
 """Share of a step's groups that may be all right, or all wrong; with more of them fewer are visited."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PromptStatistics:
-    """What is known of the samples so far. Arrays have an entry for each prompt; an order must not change them.
+    """Statistics of the samples so far. Arrays have an entry for each prompt; an order must not change them.
 
     A group has no signal where its graded samples have equal rewards: it is *all right* if all are correct, else *all
     wrong*. Groups without a graded sample do not count.
@@ -44,11 +44,11 @@ class PromptStatistics:
     num_visits: npt.NDArray[np.int64]
     """Groups so far."""
     mean_reward: npt.NDArray[np.float64]
-    """Of the last group; NaN before the first."""
+    """Mean reward of the last group; NaN before the first."""
     num_right: npt.NDArray[np.int64]
-    """Number of the last groups one after the other that were all right."""
+    """Number of the last consecutive groups that were all right."""
     num_wrong: npt.NDArray[np.int64]
-    """Number of the last groups one after the other that were all wrong."""
+    """Number of the last consecutive groups that were all wrong."""
     right_shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     """Share of groups that were all right, in each step that began after the first epoch."""
     wrong_shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
@@ -178,7 +178,7 @@ class StatisticsOrder(Order):
         self._ahead += [(epoch, prompt) for prompt in rest]
 
     def _ask(self, epoch: int) -> list[int]:
-        """The function's answer for an epoch; ValueError where it is no order."""
+        """The function's answer for an epoch; ValueError if it is no order."""
         with Caught() as caught:
             given = list(self._function(self._seed, epoch, self.statistics))
             prompts: list[int] = np.array(given).tolist()

@@ -10,7 +10,7 @@ Letters: B sequences, D model width, I width of the MLP, L listed tokens, K dept
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numba
 import numpy as np
@@ -32,6 +32,16 @@ REFUSED = -1
 """Token of a row whose logits are not finite."""
 BEST, SECOND = 0, 1
 EPS = 1e-6
+
+
+class Guesser(Protocol):
+    """What `draft_chains` needs of a head."""
+
+    token_ids: Tensor
+    """[L] int64, the tokens that it can guess."""
+
+    def unroll(self, hidden: Tensor, last: Tensor, k: int, take_best: Callable[[int, Tensor], Tensor]) -> None:
+        """See `DraftHead.unroll`."""
 
 
 class DraftHead(nn.Module):
@@ -120,7 +130,7 @@ def length_of(hidden: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def draft_chains(
-    head: DraftHead,
+    head: Guesser,
     hidden: Tensor,
     token_ids: Int32Array,
     temperatures: Float32Array,
@@ -133,7 +143,7 @@ def draft_chains(
 
     Args:
         head: Refreshed.
-        hidden: Final hidden states that the sequences' last tokens were sampled from, [B, D].
+        hidden: States that the sequences' last tokens were sampled from, as the head's `unroll` takes them.
         token_ids: [B], these last tokens.
         temperatures: [B]; 0 has no noise.
         rng_keys: [B].

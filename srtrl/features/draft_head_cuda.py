@@ -34,6 +34,10 @@ class CudaGuesses:
         self._end = QueueMark(runner.hidden.device)
         self._num = 0
 
+    def begin(self) -> None:
+        """See `Guesses`."""
+        self.head.refresh(self._runner.model)
+
     def launch(self, rows: Array, token_ids: Array, temperatures: Array, rng_keys: Array, positions: Array) -> bool:
         """See `CpuGuesses`. Weights that move have dropped the graphs before."""
         self._end.wait()

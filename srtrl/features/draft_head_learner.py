@@ -1,9 +1,10 @@
 """How a draft head learns: in the policy's own update, from hidden states that its forward passes have made anyway.
 
 From half of the sampled tokens the head is unrolled K tokens, on those that were sampled. At each depth it learns the
-policy's distribution at that token, its most likely tokens alone, by cross-entropy (as SkyRL's MTP heads do). Hidden
-states and the policy's weights are detached and the backward pass is the head's own, so that the policy's gradient has
-the bits that it has without a head. Letters: R response tokens, D model width.
+policy's distribution at that token, its most likely tokens alone: by a little cross-entropy, as SkyRL's MTP heads do,
+and mostly by total variation, for a draft is accepted as often as the two distributions agree (the mix is DSpark's).
+Hidden states and the policy's weights are detached and the backward pass is the head's own, so that the policy's
+gradient has the bits that it has without a head. Letters: R response tokens, D model width.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,15 @@ from srtrl.trainer.passes import NonFiniteError, sum_gradients
 from srtrl.types import TrainSequence
 
 MAX_TOKENS = 16384
-"""Kept of a mini-batch by each rank: at most 0.3 GB with a width of 4,096 in bfloat16."""
+"""Tokens of a mini-batch that each rank keeps: at most 0.3 GB with a width of 4,096 in bfloat16."""
 NUM_STEPS = 32
-"""Of the head's optimizer, for one of the policy's: the head begins with nothing. See docs/LOG.md."""
+"""Steps of the head's optimizer per step of the policy's: the head begins with nothing. See docs/LOG.md."""
 STRIDE = 2
 """It is unrolled from one token in this many."""
 NUM_TARGETS = 256
 """Most likely tokens of the policy that are learned; their probabilities are divided by their sum."""
+CROSS_ENTROPY, TOTAL_VARIATION = 0.1, 0.9
+"""Their weights in the loss."""
 DEPTH_DECAY = 0.6
 """Weight of a depth, by that of the one before it: 0.51, 0.31 and 0.18 of three."""
 BETAS = (0.9, 0.95)
@@ -41,7 +44,7 @@ MAX_GRAD_NORM = 1.0
 
 
 class Texts(NamedTuple):
-    """What the head learns from: R response tokens, and what the policy says of them. Nothing is differentiable."""
+    """Training data of the head: R response tokens, and the policy's outputs for them. Nothing is differentiable."""
 
     hidden: Tensor
     """[R, D], the final hidden states that they were sampled from."""
@@ -129,8 +132,11 @@ class DraftHeadLearner:
             # Not across what an environment said, and not into the next sample.
             follows = texts.places[after] == texts.places[rows] + depth
             logprobs = self._tempered(self.head.logits(state, length)).log_softmax(-1)
-            likelihoods = (texts.targets[after] * logprobs.gather(-1, texts.target_ids[after])).sum(-1)
-            loss = loss - weight * (likelihoods * follows).sum()
+            targets, logprobs = texts.targets[after], logprobs.gather(-1, texts.target_ids[after])
+            entropies = -(targets * logprobs).sum(-1)
+            variations = 1 - torch.minimum(targets, logprobs.exp()).sum(-1)  # of other tokens nothing is shared
+            losses = CROSS_ENTROPY * entropies + TOTAL_VARIATION * variations
+            loss = loss + weight * (losses * follows).sum()
         return loss
 
     def end_update(self, sequences: Sequence[TrainSequence], place: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ None of it changes a token.
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numba
 import numpy as np
@@ -36,17 +36,34 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 NUM_BINS, BIN_NATS = 16, 0.25
-"""Of margins; the last bin has no end."""
+"""Bins of margins, and their width; the last bin has no end."""
 FIRST_CHANCES, FIRST_WEIGHT = (0.3, 0.1), 4.0
-"""Of the best and the second best token, and the tokens that this counts as."""
+"""Initial chances of the best and the second best token, and the number of tokens that they count as."""
 MAX_TOKENS = 1000.0
 """With more, old tokens lose half of their weight: policy and head move."""
 PROBE_EVERY = 16
 """One step in this many it runs for all sequences, so that what it promises stays current."""
 FILE = "draft_head_margins.safetensors"
-"""In a checkpoint: what margins were worth."""
+"""File of a checkpoint: the accepted and tried guesses by margin."""
 NO_SLOTS: Int64Array = np.empty(0, np.int64)
 HITS, TRIALS = 0, 1
+
+
+class Guesses(Protocol):
+    """What computes the guesses of a head."""
+
+    def begin(self) -> None:
+        """A rollout begins: take over the policy's weights."""
+
+    def launch(self, rows: Int64Array, *noise: Any) -> bool:
+        """Queue the guesses after the last step's `rows` [C]; the others are those of `draft_chains`.
+
+        Returns:
+            Whether that was all: no kernel was compiled, and no graph captured.
+        """
+
+    def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+        """Wait for the guesses that were launched last; see `draft_chains` for what it returns."""
 
 
 class CpuGuesses:
@@ -56,17 +73,17 @@ class CpuGuesses:
         """A head that guesses `k` tokens in a row, after rows of the runner's last step."""
         self.head, self.k, self._runner = head, k, runner
 
-    def launch(self, rows: Int64Array, *noise: Any) -> bool:
-        """Queue the guesses after the last step's `rows` [C]; the others are those of `draft_chains`.
+    def begin(self) -> None:
+        """See `Guesses`."""
+        self.head.refresh(self._runner.model)
 
-        Returns:
-            Whether that was all: no kernel was compiled, and no graph captured.
-        """
+    def launch(self, rows: Int64Array, *noise: Any) -> bool:
+        """See `Guesses`."""
         self._chains = draft_chains(self.head, self._runner.hidden[torch.from_numpy(rows)], *noise, k=self.k)
         return True
 
     def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """Wait for the guesses that were launched last; see `draft_chains` for what it returns."""
+        """See `Guesses`."""
         return self._chains
 
 
@@ -76,24 +93,30 @@ class HeadDrafter:
     drafts = True
 
     def __init__(
-        self, inner: DrafterBase, head: DraftHead, runner: Runner, *, k: int, slots: int, cost: StepCost | None = None
+        self,
+        inner: DrafterBase,
+        head: DraftHead | Guesses,
+        runner: Runner,
+        *,
+        k: int,
+        slots: int,
+        cost: StepCost | None = None,
     ) -> None:
         """Make the drafter of an engine.
 
         Args:
             inner: The other drafter.
-            head: Its policy is the runner's.
+            head: Its policy is the runner's; or what computes the guesses of another kind of head.
             runner: The engine's, as the two that follow.
             k: Tokens that are guessed in a row.
             slots: Number of slots.
             cost: Of a step; None where drafts are not budgeted by it: then the head always runs.
         """
         self.inner = inner
-        self.head = head
         self.k = k
         self.cost = cost
         self._runner = runner
-        self._guesses = _guesses_on(runner, head, k=k, slots=slots)
+        self._guesses = _guesses_on(runner, head, k=k, slots=slots) if isinstance(head, DraftHead) else head
         self.tables: dict[str, Array] = {}
         """By purpose, [k, 2, NUM_BINS, 2]: accepted and tried, of the best and the second best token."""
         self._promised: dict[str, float] = {}
@@ -134,7 +157,7 @@ class HeadDrafter:
         self._purpose = purpose
         self.tables.setdefault(purpose, np.zeros((self.k, 2, NUM_BINS, 2)))
         self._promised.setdefault(purpose, float(self.k))
-        self.head.refresh(self._runner.model)
+        self._guesses.begin()
         self._rows[:] = NO_ROW
         self._drafted = self._launched = self._owners = NO_SLOTS  # there are some after a step that has failed
 
@@ -146,7 +169,7 @@ class HeadDrafter:
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Wait for the head's guesses, and add them to the other drafter's trees."""
         trees = self.inner.propose(slots, max_nodes, min_score)
-        check_trees(trees, max_nodes, len(self.head.counts), str(self.inner))
+        check_trees(trees, max_nodes, self._runner.model.config.vocab_size, str(self.inner))
         sums = np.concatenate([[0.0], (trees.scores * (trees.parents == ROOT)).cumsum(dtype=np.float64)])
         self._covered[slots] = sums[trees.offsets[1:]] - sums[trees.offsets[:-1]]
         self._drafted = slots
@@ -202,7 +225,7 @@ class HeadDrafter:
         self._last_seconds = time.perf_counter() - started
 
     def _seconds_per_token(self, num_sequences: int) -> float:
-        """Time in which a step of this many sequences without drafts gives a token; infinite where none is measured."""
+        """Time in which a step of this many sequences without drafts gives a token; infinite if none is measured."""
         if self.cost is None or self.cost.is_fixed or not self.cost.is_known:
             return float("inf")
         return self.cost.seconds(num_sequences) / num_sequences
@@ -233,7 +256,7 @@ class HeadDrafter:
 
 
 def _guesses_on(runner: Runner, head: DraftHead, *, k: int, slots: int) -> "CpuGuesses | CudaGuesses":
-    """What computes the guesses where the runner computes."""
+    """Guesses that are computed on the runner's device."""
     if isinstance(runner, CpuRunner):
         return CpuGuesses(head, runner, k=k)
     from srtrl.cuda.runner import CudaRunner
@@ -251,7 +274,7 @@ def wrap_for_warm_up(inner: DrafterBase, runner: Runner) -> DrafterBase:
 
 @numba.njit(cache=True, nogil=True)
 def _fill_chances(table: Array, bins: Array, tokens: Array, chances: Array) -> None:
-    """The chance that each guess, and all above it, is accepted, [C, K, 2]; 0 where it is refused."""
+    """The chance that each guess, and all above it, is accepted, [C, K, 2]; 0 if it is refused."""
     for c in range(len(bins)):
         above = 1.0
         for depth in range(bins.shape[1]):

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
 
 FILE = "earlier_samples.safetensors"
-"""Of a checkpoint, where there are any."""
+"""File of a checkpoint; absent if there are no such samples."""
 PER_TOKEN = ("token_ids", "rollout_logprobs", "policy_versions")
 """Fields of a response with a number for each token."""
 REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
@@ -84,14 +84,14 @@ class OffPolicySampler(Sampler):
         raise NotImplementedError
 
     def mode_metrics(self) -> dict[str, float]:
-        """What is logged of the rounds of a step, after them."""
+        """Return the metrics of a step's rounds, after them."""
         raise NotImplementedError
 
     def collect(self, step: int, collector: Collector) -> StepRollouts:
         """See `Sampler`.
 
         A round has as many draws as the batch still lacks, first those that go on. There is one round; with dynamic
-        sampling as many as it takes to keep `num_wanted` groups or to open `rollout.max_draws`: where all groups of a
+        sampling as many as it takes to keep `num_wanted` groups or to open `rollout.max_draws`: if all groups of a
         round are complete, these are the groups that `DrawsUntilFull` keeps.
         """
         recipe, end = self.context.recipe, self.num_draws + self.max_draws
@@ -112,7 +112,7 @@ class OffPolicySampler(Sampler):
         return StepRollouts(groups=groups, kept=kept, metrics=self.mode_metrics())
 
     def save(self, folder: Path) -> None:
-        """Write `earlier`; nothing where there are none."""
+        """Write `earlier`; nothing if there are none."""
         if not self.earlier:
             return
         responses = self.earlier.values()
@@ -140,7 +140,7 @@ def age_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Ages and importance weights of the tokens that a step learns from; see docs/metrics.md.
 
     Args:
-        sequences: With `old_logprobs` by the policy of this step; where there are none, there are no metrics.
+        sequences: With `old_logprobs` by the policy of this step; if there are none, there are no metrics.
     """
     if not sequences:
         return {}
@@ -207,12 +207,12 @@ class PartialDraws(FixedDraws):
         self.carried: dict[SampleKey, Response] = {}
         """After the rollout: all samples of the draws that are not complete, finished ones too; on all ranks."""
         self._completions: dict[SampleKey, Completion] = {}
-        """Of this rank, the interrupted ones too."""
+        """Completions of this rank, including interrupted ones."""
         self._ticks: dict[int, dict[int, int]] = {draw_index: {} for draw_index, _ in self.draws}
         """By draw and sample, of all ranks: new tokens of those that are finished."""
         self._num_read = 0
         self._last_tick: int | None = None
-        """At which the rollout ends, or the latest at which it may; None while any is possible."""
+        """Tick at which the rollout ends, or the latest at which it may; None while any is possible."""
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """See `Draws`; ends the samples that have reached the last tick first."""

@@ -36,7 +36,7 @@ def deal(
     """The line of each rank; no rank is expected to decode more than its share and one sample.
 
     The samples of the prompt that is expected to be longest go to the rank with the least to do, and so on. A prompt is
-    kept whole where that leaves no rank with more than its share: its samples draft from each other.
+    kept whole if that leaves no rank with more than its share: its samples draft from each other.
 
     Args:
         requests: The samples of a step, in data order.
@@ -65,7 +65,7 @@ def deal(
 
 
 class SeveralRanks(OneRank):
-    """What one of several ranks decodes of each rollout. All ranks make the same calls."""
+    """One rank's part of each rollout, of several ranks. All ranks make the same calls."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0

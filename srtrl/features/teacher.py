@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_TRIAL_TOKENS = 16
-"""Of the sequence that a teacher scores twice before the run."""
+"""Length of the sequence that a teacher scores twice before the run."""
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor, *, coefficient: float, clip: float | None) -> Tensor:
@@ -47,7 +47,7 @@ def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor, *, coefficien
 
 
 def teach(section: TeacherSection, sequences: Sequence[TrainSequence]) -> tuple[Tensor, dict[str, float]]:
-    """What a teacher adds to the advantages of all response tokens, [R] float64, and metrics.
+    """Numbers that a teacher adds to the advantages of all response tokens, [R] float64, and metrics.
 
     `teacher/gap` is the mean of log p_policy - log p_teacher over tokens, an estimate of KL(policy || teacher) in nats
     per token; `teacher/gap_per_sample` the mean over samples of its sum.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 ADAPTER_CONFIG = "adapter_config.json"
+EXPECTED = "a folder that exists, bundled:NAME, or the name of a hub model that this machine can reach"
+HUB_NAME = re.compile(r"([\w.-]+/)?[\w.-]+", re.ASCII)
+"""NAME, or OWNER/NAME."""
 
 
 def locate(path: str | Path) -> Path:
@@ -70,6 +73,8 @@ def _find_folder(path: str | Path) -> Path:
         return folder
     if folder.exists():
         raise ValueError(f"{name}: a file; expected a folder in Hugging Face layout (config.json, *.safetensors, ...)")
+    if is_local(name):
+        raise ValueError(f"{name}: there is no such folder; expected {EXPECTED}")
     try:
         snapshot = huggingface_hub.snapshot_download(
             name,
@@ -79,16 +84,16 @@ def _find_folder(path: str | Path) -> Path:
     except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
         reason = re.split(r"\n|(?<=\.) ", str(error))[0]  # advice of the hub's library follows
         raise ValueError(
-            f"{name}: not a local folder, and it could not be downloaded from the Hugging Face hub; give a folder that "
-            f"exists, bundled:NAME, or the name of a hub model that this machine can reach ({type(error).__name__}: "
-            f"{reason})"
+            f"{name}: not a local folder, and it could not be downloaded from the Hugging Face hub; expected "
+            f"{EXPECTED} ({type(error).__name__}: {reason})"
         ) from error
     return Path(snapshot)
 
 
 def is_local(path: str) -> bool:
     """Whether a path of a model is a folder, existing or not; else it is a name on the hub."""
-    return path.startswith(("bundled:", ".", "/", "~")) or Path(path).exists()
+    is_path = path.startswith(("bundled:", ".", "/", "~")) or not HUB_NAME.fullmatch(path)
+    return is_path or Path(path).exists()
 
 
 def has_tokenizer(path: str | Path) -> bool:

@@ -8,7 +8,7 @@ compute; `weights.py` splits and merges them. Numerics (float32 rotary table and
 Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pass, packed or of a decode step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -210,8 +210,15 @@ class Layer(nn.Module):
     """One decoder layer: attention and gated MLP, each with norms before it, after it or both, and added."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, window: int | None = None
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+        *,
+        input_width: int | None = None,
     ) -> None:
+        """A layer with uninitialised weights; attention reads `input_width` numbers of a token, by default D."""
         super().__init__()
         self.window = window
         self.gated: Callable[[Tensor, Style], Tensor] = gated
@@ -236,7 +243,7 @@ class Layer(nn.Module):
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norm_widths = (q_width, kv_width) if style.qk_norm == "projection" else (self.head_dim, self.head_dim)
         self.attention_norm = vector(width) if has_norms_before else None
-        self.qkv_proj = linear(width, q_width + 2 * kv_width, config.qkv_bias)
+        self.qkv_proj = linear(input_width or width, q_width + 2 * kv_width, config.qkv_bias)
         self.q_norm = vector(norm_widths[0]) if style.qk_norm != "none" else None
         self.k_norm = vector(norm_widths[1]) if style.qk_norm != "none" else None
         self.o_proj = linear(q_width, width, config.output_bias)
@@ -248,7 +255,13 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
         """One layer of the residual stream: [T, D] -> [T, D]."""
-        q, k, v = self._attention_inputs(self._normed(hidden, self.attention_norm), cosines, sines)
+        return self.attend(self._normed(hidden, self.attention_norm), hidden, cosines, sines, plan, layer)
+
+    def attend(
+        self, inputs: Tensor, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int
+    ) -> Tensor:
+        """Add the attention of `inputs`, which its projections read, and the MLP to the residual stream [T, D]."""
+        q, k, v = self.project(inputs, cosines, sines)
         attended = self.o_proj(plan.attend(layer, q, k, v, self.window).flatten(1))
         hidden = hidden + self._update(attended, self.attention_out_norm)
         gate_up = self.gate_up_proj(self._normed(hidden, self.mlp_norm))
@@ -262,7 +275,7 @@ class Layer(nn.Module):
         update, scale = self._normed(output, weight), self.style.residual_scale
         return update if scale == 1 else update * scale
 
-    def _attention_inputs(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [T, H, E], rotated keys [T, K, E] and values [T, K, E] of `hidden` [T, D]."""
         num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, E]
@@ -283,6 +296,35 @@ class Layer(nn.Module):
             return rms_norm(qk, torch.cat((q_weight, k_weight)), self.eps, self.style)
         q, k = qk.flatten(1).split_with_sizes((len(self.q_norm), len(self.k_norm)), dim=1)
         return torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm)), dim=1).view(qk.shape)
+
+
+class LayerStates:
+    """The residual stream after some of the layers, for what reads more of a forward pass than its last hidden states.
+
+    Made for one pass, which fills it.
+    """
+
+    def __init__(self, numbers: Sequence[int], out: Tensor | None = None) -> None:
+        """Keep the stream after each of these `numbers` of layers (0: the embedding), side by side.
+
+        `out` [T, len(numbers) D]: copies go there; by default it is the tensors of the pass, with their gradients.
+        """
+        self._numbers, self._out = tuple(numbers), out
+        self._parts: dict[int, Tensor] = {}
+
+    def put(self, number: int, hidden: Tensor) -> None:
+        """Take the residual stream [T, D] after `number` layers, if it is wanted."""
+        if self._out is None:
+            self._parts[number] = hidden
+            return
+        for place, part in zip(self._numbers, self._out.chunk(len(self._numbers), dim=-1), strict=True):
+            if place == number:
+                part.copy_(hidden)
+
+    @property
+    def joined(self) -> Tensor:
+        """The streams side by side, in the order of the numbers, [T, len(numbers) D]."""
+        return torch.cat([self._parts[number] for number in self._numbers], dim=-1) if self._out is None else self._out
 
 
 class Transformer(nn.Module):
@@ -322,12 +364,17 @@ class Transformer(nn.Module):
         """Matrix from hidden states to logits, [V, D]; the embedding where the heads are tied."""
         return self.embedding if self.head is None else self.head
 
-    def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says."""
+    def forward(self, token_ids: Tensor, plan: AttentionPlan, states: LayerStates | None = None) -> Tensor:
+        """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says.
+
+        `states` gets what the layers before it give, as far as it wants them.
+        """
         hidden = self.embed(token_ids)
         rotations = [table.rows(plan.positions, plan.num_positions, hidden.dtype) for table in self.rotary]
         mode = self.gradient_checkpointing if torch.is_grad_enabled() else False
         for index, layer in enumerate(self.layers):
+            if states is not None:
+                states.put(index, hidden)
             cosines, sines = rotations[self.layer_rotary[index]]
             if mode is True or (mode == "half" and index % 2 == 0):  # no random state is kept: nothing draws from it
                 hidden = checkpoint(
@@ -335,6 +382,8 @@ class Transformer(nn.Module):
                 )
             else:
                 hidden = layer(hidden, cosines, sines, plan, index)
+        if states is not None:
+            states.put(len(self.layers), hidden)
         hidden = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps, self.config.style)
         scale = self.config.style.logit_scale  # here, so that everything that makes logits of them has it
         return hidden if scale == 1 else hidden * scale

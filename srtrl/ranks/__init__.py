@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUCKET_BYTES = 64 * 2**20
-"""Of the tensors that are summed in one message, about."""
+"""Approximate size of the tensors that are summed in one message."""
 TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
 
@@ -117,7 +117,7 @@ def synchronized(what: str) -> Iterator[None]:
 
     Raises:
         ValueError, RuntimeError, OSError: on the first rank that failed, its own error.
-        RankError: on the other ranks, with the message of that one; at once where this rank has waited in vain.
+        RankError: on the other ranks, with the message of that one; at once if this rank has waited in vain.
     """
     if count() == 1:
         yield
@@ -175,7 +175,7 @@ def add(counter: str, amount: int = 1) -> int:
 
 
 def new_scope(what: str) -> str:
-    """What the names of counters begin with, never the same twice; all ranks ask for it in the same order."""
+    """Prefix of the names of counters, never the same twice; all ranks ask for it in the same order."""
     _processes[-1].num_scopes += 1
     return f"{what} {_processes[-1].num_scopes}"
 
@@ -252,7 +252,7 @@ def note_reporter(error: BaseException) -> None:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raise ValueError where a launcher has started several processes of a command that is for one."""
+    """Raise ValueError if a launcher has started several processes of a command that is for one."""
     if _number("WORLD_SIZE", 1) > 1:
         raise ValueError(f"{command} is for one process: start it without `torchrun` and `accelerate launch`")
 

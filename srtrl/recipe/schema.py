@@ -28,7 +28,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 ImportanceMode = Literal[
     "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"
 ]
-"""What is done with tokens that the decoder sampled with another probability; see `losses.importance_weights`."""
+"""Treatment of tokens that the decoder sampled with another probability; see `losses.importance_weights`."""
 
 
 class LoraSection(Section):
@@ -114,8 +114,8 @@ class ImportanceSection(Section):
     """Weights of tokens by the ratio of their probabilities, the trainer's over the decoder's (docs/off_policy.md)."""
 
     mode: ImportanceMode = "auto"
-    """What is done with a ratio outside [`min`, `max`], of a token or of a whole sequence: `truncate` bounds it, `mask`
-    drops it. `auto`: with `rollout.mode` `partial` or `spec_rl` `token_mask`, but with the loss `dppo`; else `none`."""
+    """Treatment of a ratio outside [`min`, `max`], of a token or a whole sequence: `truncate` bounds it, `mask` drops
+    it. `auto`: `token_mask` with `rollout.mode` `partial` or `spec_rl`, unless the loss is `dppo`; else `none`."""
     max: float = Field(default=5.0, ge=1)
     """Greatest ratio."""
     min: float = Field(default=0.5, ge=0, le=1)
@@ -266,7 +266,7 @@ class EvalSection(Section):
     every_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations during training; by default only before and after."""
     before_and_after: bool | Literal["auto"] = "auto"
-    """Evaluate the first and the last policy; `auto`: where there are held-out problems."""
+    """Evaluate the first and the last policy; `auto`: if there are held-out problems."""
     num_problems: int | None = Field(default=None, ge=1)
     """Held-out problems to use, from the first; by default all of the task's."""
     num_samples: int = Field(default=1, ge=1, le=MAX_WIDTH)
@@ -426,6 +426,14 @@ class Recipe(Section):
         """Maximum number of samples at one time: a step with its run-ahead, or an evaluation (infinite: unknown)."""
         num_draws = 2 * max(self.rollout.num_prompts, self.rollout.max_draws or 0)
         return max(num_draws * self.rollout.num_samples, (self.eval.num_problems or inf) * self.eval.num_samples)
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """Options that name a model or a tokenizer, and are set: a folder, or a name on the hub."""
+        teacher = self.algorithm.teacher
+        paths = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer}
+        paths["algorithm.teacher.path"] = None if teacher is None else teacher.path
+        return {option: path for option, path in paths.items() if path is not None}
 
     @property
     def importance_mode(self) -> str:

@@ -159,7 +159,7 @@ CHARTS = {
         Chart(
             "Run-ahead",
             "tokens",
-            ["engine/background_tokens", "engine/text_tokens_repeated"],
+            ["engine/run_ahead_tokens", "engine/text_tokens_repeated"],
             "Tokens decoded early for the next step, and those that its samples repeated.",
         ),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),

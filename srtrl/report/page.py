@@ -14,7 +14,7 @@ from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.files import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
-from srtrl.report.rollouts import read_samples
+from srtrl.report.rollouts import read_samples, token_rewards_text
 from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
 from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
@@ -74,6 +74,7 @@ def render(run: Run) -> str:
         machines=read_machines(run.folder),
         samples=list(_samples(run)),
         segment_titles=segment_titles,
+        token_rewards_text=token_rewards_text,
         count_turns=count_turns,
         version=__version__,
     )

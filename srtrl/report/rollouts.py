@@ -14,11 +14,13 @@ from srtrl.types import GRADED_OUTCOMES
 if TYPE_CHECKING:
     from srtrl.report.runs import Run
 
+MAX_TOKEN_REWARDS = 8
+"""Rewards on tokens in the terminal; --json shows all."""
 MAX_CHARACTERS = 2000
 """Characters of a text in the terminal; --full shows all."""
 NOT_TO_READ = {
     *("token_ids", "prompt_token_ids", "rollout_logprobs", "policy_versions"),
-    *("segment_kinds", "segment_lengths", "segment_texts"),
+    *("segment_kinds", "segment_lengths", "segment_texts", "token_rewards"),
 }
 """Columns that are left out; the Parquet files have them."""
 
@@ -94,6 +96,7 @@ def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None =
         | {name: value for name, value in row.items() if name not in NOT_TO_READ}
         | {"length": len(row["token_ids"]), "prompt_length": len(row["prompt_token_ids"])}
         | {"segments": _segments(row)}
+        | ({"token_rewards": _nonzero(row["token_rewards"])} if row.get("token_rewards") else {})
         for row in read_rollouts(files[step], prompt_id=prompt_id).to_pylist()
     ]
 
@@ -103,6 +106,7 @@ def merge_equal(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for sample in samples:
         key = str([sample[name] for name in ("draw_index", "text", "segments", "reward", "outcome")])
+        key += str(sample.get("token_rewards"))
         merged.setdefault(key, {**sample, "num_equal": 0})["num_equal"] += 1
     return [*merged.values()]
 
@@ -132,6 +136,19 @@ def _segments(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
     if not (kinds and texts):
         return None
     return [{"kind": kind, "text": text} for kind, text in zip(kinds, texts, strict=True)]
+
+
+def _nonzero(numbers: Sequence[float]) -> dict[str, float]:
+    """Index -> number, of those that are not 0."""
+    return {str(index): number for index, number in enumerate(numbers) if number}
+
+
+def token_rewards_text(sample: Mapping[str, Any]) -> str:
+    """Where the reward of a sample stands, `on tokens 12: 0.5, 40: -0.25`; empty where it is one number."""
+    if "token_rewards" not in sample:
+        return ""
+    parts = [f"{index}: {number:.3g}" for index, number in sample["token_rewards"].items()]
+    return f"on tokens {', '.join(parts[:MAX_TOKEN_REWARDS])}{', ...' if len(parts) > MAX_TOKEN_REWARDS else ''}"
 
 
 def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int | None) -> None:
@@ -171,10 +188,11 @@ def heading(sample: Mapping[str, Any]) -> str:
     ]
     advantage = "not learned from" if sample["advantage"] is None else f"advantage {sample['advantage']:.3g}"
     turns = f", {count_turns(sample['num_turns'], sample['stop_reason'])}" if sample["segments"] else ""
+    on_tokens = f"; {text}" if (text := token_rewards_text(sample)) else ""
     equal = f" ({sample['num_equal']} equal)" if sample["num_equal"] > 1 else ""
     return (
         f"step {sample['step']}, prompt {sample['prompt_id']}, sample {sample['sample_index']}{equal}: "
-        f"reward {sample['reward']:.3g} ({', '.join(parts)}), {advantage}, {sample['outcome']}, "
+        f"reward {sample['reward']:.3g} ({', '.join(parts)}{on_tokens}), {advantage}, {sample['outcome']}, "
         f"{sample['length']} tokens, finish reason: {sample['finish_reason']}{turns}"
     )
 

@@ -75,7 +75,7 @@ class Draws(ABC):
 def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
     """Decode and grade all samples of some draws, on all ranks.
 
-    Where this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile
+    If this rank has nothing to decode it waits for its tools and its grades, then for the other ranks; meanwhile
     run-aheads continue.
 
     Args:
@@ -178,7 +178,7 @@ class Collector:
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout`, and waiting while no sample decodes as `grading` or `tools`."""
     ranks: OneRank = field(default_factory=OneRank)
-    """What this process takes of the rollout; its counter `finished` counts samples."""
+    """This process's part of the rollout; the counter `finished` counts samples."""
     runs_ahead: bool = True
     """Whether run-aheads continue while samples wait for environments and graders."""
     prefixes: Mapping[SampleKey, Response] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class Collector:
     def _grade(self, answer: Answer) -> None:
         """A sample has ended: grade what the policy sampled.
 
-        Its finish reason is `length` where an observation did not fit.
+        Its finish reason is `length` if an observation did not fit.
         """
         request, response, conversation = answer.completion.request, answer.completion.response, answer.conversation
         if conversation is not None and conversation.stop_reason == "observation":
@@ -239,13 +239,15 @@ class Collector:
         assert response.finish_reason is not None
         draw = self._draws[request.draw_index]
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
+        token_ids = response.token_ids[response.sampled].tolist()
         ticket = self.grader.submit(
             draw.prompt,
             conversation.policy_text if conversation else answer.text,
             response.finish_reason,
-            len(response.sampled),
-            environment_reward=conversation.reward if conversation else 0.0,
-            num_turns=conversation.num_turns if conversation else 1,
+            len(token_ids),
+            token_ids=token_ids,
+            turns=conversation.turns if conversation else (),
+            texts_of=self.turns.texts_of,
         )
         draw.samples[request.sample_index] = _Sample(ticket, response, answer.text, conversation)
 
@@ -270,7 +272,7 @@ class Collector:
         return self.receive(engine, [])
 
     def run_ahead(self, engine: Engine, draw_indices: Sequence[int]) -> None:
-        """Let run-aheads continue, where they may, until these draws are graded or no run-ahead has work."""
+        """Let run-aheads continue, if they may, until these draws are graded or no run-ahead has work."""
         tickets = self._tickets(draw_indices)
         with self.timer.stage("grading"):
             while self.runs_ahead and not all(map(self.grader.is_done, tickets)) and engine.step_run_aheads():
@@ -290,7 +292,10 @@ class Collector:
             (number, index): sample for number, draw in draws.items() for index, sample in sorted(draw.samples.items())
         }
         tickets = [sample.ticket for sample in samples.values()]
-        grades = self.grader.collect_on_ranks(tickets, list(samples)) if are_shared else self.grader.collect(tickets)
+        if are_shared:
+            grades = self.grader.collect_on_ranks(tickets, list(samples), self.turns.texts_of)
+        else:
+            grades = self.grader.collect(tickets)
         return [
             Rollout(
                 prompt=draws[draw_index].prompt,

@@ -1,4 +1,4 @@
-"""What follows where the decoder gives a sample back: its end, or an environment's answer and the next turn."""
+"""Continuation of a sample that the decoder gives back: its end, or an environment's answer and the next turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.stopping import cut_at_stop_string, decode
+from srtrl.engine.stopping import cut_at_stop_string, decode, token_texts
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Answer:
 
     completion: Completion
     extension: list[int] = field(default_factory=list)
-    """Tokens for `Engine.extend`; none where the sample has ended."""
+    """Tokens for `Engine.extend`; none if the sample has ended."""
     text: str = ""
     """Text of a sample that has ended; see `Rollout`."""
     conversation: Conversation | None = None
@@ -69,7 +70,7 @@ class OneTurn:
         """Begin training step `step`, from 1 on, or with 0 the evaluation before it."""
 
     def check_not_all_raised(self, where: str) -> None:
-        """Raise ValueError, beginning with `where` ("step 3"), where all samples of a step, on all ranks, failed."""
+        """Raise ValueError, beginning with `where` ("step 3"), if all samples of a step, on all ranks, failed."""
 
     def submit_turn(self, completion: Completion, prompt: Prompt) -> None:
         """A turn has ended."""
@@ -85,6 +86,10 @@ class OneTurn:
     def futures(self) -> Sequence[Future[Any]]:
         """The answers that are still to come."""
         return []
+
+    def texts_of(self, sample: RewardInput) -> list[str]:
+        """The text of each sampled token, by turns; of any sample of the tokenizer's tokens."""
+        return [text for turn in sample.turns for text in token_texts(self.tokenizer, sample.token_ids[turn.tokens])]
 
     def tokenise_solution(self, text: str) -> Segments:
         """The segments of a worked solution, without an end token, as in a rollout whose policy sampled them."""

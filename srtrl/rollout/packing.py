@@ -29,11 +29,11 @@ class PackedBatch:
     token_ids: Tensor
     """Prompts and responses, without what a sequence shares with the one before it: [T] int64."""
     plan: PackedPlan
-    """Where each sequence is in `token_ids`."""
+    """Position of each sequence in `token_ids`."""
     hidden_index: Tensor
     """Packed row of the token before the target, which predicts it; several targets may have the same: [R] int64."""
     places: Tensor
-    """Where that token would be if nothing were shared: neighbours of a turn are neighbours here, [R] int64."""
+    """Row of that token if nothing were shared: neighbours of a turn are neighbours here, [R] int64."""
     target_ids: Tensor
     """[R] int64."""
     sequence_index: Tensor
@@ -43,13 +43,13 @@ class PackedBatch:
     rollout_logprobs: Tensor
     """[R] float32."""
     old_logprobs: Tensor | None
-    """[R] float32; None where the sequences have none."""
+    """[R] float32; None if the sequences have none."""
     ref_logprobs: Tensor | None
-    """[R] float32; None where the sequences have none."""
+    """[R] float32; None if the sequences have none."""
     values: Tensor | None
-    """Outputs of a value model before the update, [R] float32; None where the sequences have none."""
+    """Outputs of a value model before the update, [R] float32; None if the sequences have none."""
     returns: Tensor | None
-    """Targets of the value model, [R] float32; None where the sequences have none."""
+    """Targets of the value model, [R] float32; None if the sequences have none."""
 
 
 def pack(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.model.transformer import Transformer
+    from srtrl.recipe.schema import Recipe
 
 FORMAT = 6
 """Version of the layout, of the drafter's files too; a resume refuses another one."""
@@ -79,7 +80,9 @@ class TrainerState:
     prompts_sha256: str = ""
     """See `digest_prompts`."""
     model_sha256: str = ""
-    """See `digest_model`."""
+    """See `digest_models`."""
+    teacher_sha256: str = ""
+    """See `digest_models`; empty while there was no teacher."""
     format: int = FORMAT
 
 
@@ -175,25 +178,34 @@ def digest_prompts(prompts: Iterable[Prompt], checkpoint: Path | None) -> str:
     return digest.hexdigest()
 
 
-def digest_model(path: str, checkpoint: Path | None, *, is_used: bool) -> str:
-    """SHA-256 of the config and the weights of the model (and the adapter) at `path`, which a run starts from.
+def digest_models(recipe: Recipe, checkpoint: Path | None) -> tuple[str, str]:
+    """SHA-256 of `model.path` and of `algorithm.teacher.path`, which a run needs beside its checkpoints.
 
-    A resume uses them as the reference, and as what LoRA adapts; otherwise, this is what the checkpoint has.
+    A resume uses the model that the run began with as the reference, and as what LoRA adapts; otherwise, its digest is
+    what the checkpoint has.
 
     Raises:
-        ValueError: it is not the checkpoint's.
+        ValueError: a model is not the checkpoint's.
     """
-    known = None if checkpoint is None else read_state(checkpoint).model_sha256
-    if known is not None and not is_used:
-        return known
+    state, teacher = None if checkpoint is None else read_state(checkpoint), recipe.algorithm.teacher
+    model_sha256, teacher_sha256 = ("", "") if state is None else (state.model_sha256, state.teacher_sha256)
+    if state is None or recipe.model.lora is not None or recipe.algorithm.kl.coefficient > 0:
+        model_sha256 = _digest_model("model.path", recipe.model.path, model_sha256, checkpoint)
+    if teacher is not None:
+        teacher_sha256 = _digest_model("algorithm.teacher.path", teacher.path, teacher_sha256, checkpoint)
+    return model_sha256, teacher_sha256
+
+
+def _digest_model(option: str, path: str, known: str, checkpoint: Path | None) -> str:
+    """SHA-256 of the config and the weights of the model (and the adapter) at `path`; must be `known`, if not empty."""
     folder, digest = locate(path), hashlib.sha256()
     adapter = find_adapter(path)
     adapter_files = sorted(adapter.glob("adapter_*")) if adapter else []
     for file in (folder / "config.json", *weight_files(folder), *adapter_files):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").hexdigest().encode())
-    if known is not None and known != digest.hexdigest():
-        what = f"model.path has changed: config and weights that the run started from, {folder},"
+    if known and known != digest.hexdigest():
+        what = f"{option} has changed: config and weights that the run started with, {folder},"
         raise ValueError(CHANGED.format(what=what, checkpoint=checkpoint))
     return digest.hexdigest()
 

@@ -37,6 +37,10 @@ TURN_COLUMNS = {
 }
 """Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
 
+TOKEN_COLUMNS = {"token_rewards": "list<float>"}
+"""Further column where rewards have a number for each token: their weighted sum on each token of the response, 0 on
+what was not sampled; null for a sample whose rewards are single numbers, which stand on the last sampled token."""
+
 VERSION_COLUMNS = {"policy_versions": "list<int32>"}
 """Further column where earlier policies sampled tokens: the version of each token; null where all are of the last."""
 
@@ -45,7 +49,8 @@ def column_type(name: str) -> pyarrow.DataType | None:
     """The type of a column of the rollouts; None for a name that srtrl does not write."""
     import pyarrow
 
-    kind = (ROLLOUT_COLUMNS | TURN_COLUMNS | VERSION_COLUMNS).get(name, "float" if name.startswith("reward_") else "")
+    columns = ROLLOUT_COLUMNS | TURN_COLUMNS | TOKEN_COLUMNS | VERSION_COLUMNS
+    kind = columns.get(name, "float" if name.startswith("reward_") else "")
     if kind.startswith("list<"):
         return pyarrow.list_(pyarrow.type_for_alias(kind[len("list<") : -1]))
     return pyarrow.type_for_alias(kind) if kind else None

@@ -37,8 +37,13 @@ THREAD = Speed(5e10, 1e10, 0.0)
 """A thread of a CPU. All threads share the bytes."""
 
 
-def step_seconds(recipe: Recipe, num_parameters: int, num_threads: int | None) -> float:
-    """Seconds of a training step of a model with `num_parameters`, on threads of a CPU or (None) on a GPU."""
+def step_seconds(
+    recipe: Recipe, num_parameters: int, num_threads: int | None, teacher_parameters: int | None = None
+) -> float:
+    """Seconds of a training step of a model with `num_parameters`, on threads of a CPU or (None) on a GPU.
+
+    Its teacher, where it has one, is as large, or has `teacher_parameters`.
+    """
     rollout, is_half = recipe.rollout, recipe.model.dtype == "bfloat16"
     speed = GPU[recipe.model.dtype] if num_threads is None else THREAD
     num_samples = rollout.num_prompts * rollout.num_samples
@@ -46,9 +51,12 @@ def step_seconds(recipe: Recipe, num_parameters: int, num_threads: int | None) -
     decode_step = speed.overhead + num_parameters * (2 if is_half else 4) / speed.bytes_per_second
     decode = -(-num_samples // slots) * rollout.max_new_tokens * decode_step
     passes = 2 + 6 * recipe.train.num_epochs * (1 if recipe.critic is None else 2)  # 2 of the rollout itself
-    passes += 2 * ((recipe.algorithm.kl.coefficient > 0) + (recipe.algorithm.teacher is not None))
+    passes += 2 * (recipe.algorithm.kl.coefficient > 0)
     num_tokens = num_samples * rollout.max_new_tokens + rollout.num_prompts * rollout.max_prompt_tokens
-    return decode + passes * num_parameters * num_tokens / (speed.flops * (num_threads or 1))
+    operations = passes * num_parameters
+    if recipe.algorithm.teacher is not None:
+        operations += 2 * (teacher_parameters or num_parameters)
+    return decode + operations * num_tokens / (speed.flops * (num_threads or 1))
 
 
 def checkpoint_bytes(recipe: Recipe, num_parameters: int) -> int:
@@ -65,20 +73,24 @@ def describe_cost(recipe: Recipe, num_threads: int | None) -> list[str]:
         recipe: Of its model only the shape is read.
         num_threads: Of the CPU that trains; None for a GPU.
     """
-    path, known, train = recipe.model.path, published_shape(recipe.model.path), recipe.train
-    if (recipe.warm_start is not None and recipe.warm_start.architecture is not None) or not (is_local(path) or known):
+    paths, train = {"model": recipe.model.path}, recipe.train
+    if recipe.algorithm.teacher is not None:
+        paths["teacher"] = recipe.algorithm.teacher.path
+    makes_model = recipe.warm_start is not None and recipe.warm_start.architecture is not None
+    if makes_model or not all(is_local(path) or published_shape(path) for path in paths.values()):
         return []
-    config = read_config(path) if is_local(path) else config_from_hf(known or {}, path)
-    num_parameters = _num_parameters(Transformer(config, torch.float32, "meta"))
-    seconds, condition = step_seconds(recipe, num_parameters, num_threads), _condition(recipe)
+    sizes = {name: _known_parameters(path) for name, path in paths.items()}
+    seconds = step_seconds(recipe, sizes["model"], num_threads, sizes.get("teacher"))
     device = "one H200" if num_threads is None else f"{_threads(num_threads)} of a CPU"
-    download = "nothing" if is_local(path) else f"{2 * num_parameters / 1e9:.2g} GB"
+    remote = {name: path for name, path in paths.items() if not is_local(path)}
+    num_bytes = 2 * sum({path: sizes[name] for name, path in remote.items()}.values())
+    download = f"{num_bytes / 1e9:.2g} GB to download for the {' and the '.join(remote)}"
     kept = min(train.keep_checkpoints + (train.keep_best is not None), -(-train.num_steps // train.checkpoint_every))
-    size = kept * checkpoint_bytes(recipe, num_parameters) / 1e9
+    size = kept * checkpoint_bytes(recipe, sizes["model"]) / 1e9
     return [
-        f"time: about {_duration(seconds)} per step, {_duration(train.num_steps * seconds)} in all, {condition} "
-        f"(computed for {device}, without drafts and evaluations)",
-        f"disk: {download} to download for the model, {size:.2g} GB of checkpoints ({kept} kept)",
+        f"time: about {_duration(seconds)} per step, {_duration(train.num_steps * seconds)} in all, "
+        f"{_condition(recipe)} (computed for {device}, without drafts and evaluations)",
+        f"disk: {download if remote else 'nothing to download'}, {size:.2g} GB of checkpoints ({kept} kept)",
     ]
 
 
@@ -90,6 +102,12 @@ def describe_device(recipe: Recipe, model: Transformer) -> list[str]:
     duration = _duration(step_seconds(recipe, num_parameters, num_threads))
     slow = f"{num_parameters / 1e9:.1f}B parameters are many for a CPU: about {duration} per step {_condition(recipe)}"
     return [f"device: cpu, {_threads(num_threads)}", *[f"{slow} (computed)"] * (num_parameters >= MIN_SLOW_PARAMETERS)]
+
+
+def _known_parameters(path: str) -> int:
+    """Number of parameters of a local model, or of one with a published shape."""
+    config = read_config(path) if is_local(path) else config_from_hf(published_shape(path) or {}, path)
+    return _num_parameters(Transformer(config, torch.float32, "meta"))
 
 
 def _num_parameters(model: Transformer) -> int:

@@ -14,13 +14,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Unpack
 
+import numpy as np
+
 from srtrl.files import is_temporary, shown_path, sync_folder, write_atomic
 from srtrl.metrics import MetricLog, read_metrics
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import cut, first_lines
 from srtrl.run.checkpoint import delete, num_log_bytes
-from srtrl.run.columns import ROLLOUT_COLUMNS, TURN_COLUMNS, VERSION_COLUMNS, column_type
+from srtrl.run.columns import ROLLOUT_COLUMNS, TOKEN_COLUMNS, TURN_COLUMNS, VERSION_COLUMNS, column_type
 from srtrl.run.place import StartFlags, check_place, is_empty, is_rows
 from srtrl.run.steps import latest_checkpoint, list_checkpoints, numbered, step_of
 from srtrl.types import RolloutGroup
@@ -238,8 +240,8 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     rows = rollout_rows(step_of(path), groups, advantages)
     rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
     turns = TURN_COLUMNS if any("segment_kinds" in row for row in rows) else {}
-    versions = VERSION_COLUMNS if any("policy_versions" in row for row in rows) else {}
-    names = dict.fromkeys((*ROLLOUT_COLUMNS, *turns, *versions, *rewards))
+    further = [name for name in (*TOKEN_COLUMNS, *VERSION_COLUMNS) if any(name in row for row in rows)]
+    names = dict.fromkeys((*ROLLOUT_COLUMNS, *turns, *further, *rewards))
     schema = pyarrow.schema([(name, column_type(name)) for name in names])
     sink = pyarrow.BufferOutputStream()
     table = pyarrow.Table.from_pylist(rows, schema=schema)
@@ -266,6 +268,9 @@ def rollout_rows(
             "outcome": rollout.grade.outcome,
             **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
+        if rollout.grade.token_rewards is not None:
+            given["token_rewards"] = on_tokens = np.zeros(len(response.token_ids))
+            on_tokens[response.sampled] = rollout.grade.token_rewards
         if (response.policy_versions != rollout.policy_version).any():
             given["policy_versions"] = response.policy_versions
         if (conversation := rollout.conversation) is not None:

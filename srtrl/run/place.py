@@ -41,9 +41,9 @@ def check_place(recipe: Recipe, **flags: Unpack[StartFlags]) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         kind = "a link" if folder.is_symlink() else "a file"
         raise ValueError(f"{shown} is {kind}; the run's folder would be there: change `name` or `output_dir`")
-    for key, path in recipe.model.model_dump(include={"path", "tokenizer"}).items():
-        if path and Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"model.{key}: {path} is in the run's own folder, which changes: take another `name`")
+    for option, path in recipe.model_paths.items():
+        if Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{option}: {path} is in the run's own folder, which changes: take another `name`")
     if not (is_free or overwrite or resume):
         raise ValueError(
             f"{shown} exists: --resume continues that run, --overwrite renames it to {folder.name}.1 and begins "

@@ -78,7 +78,7 @@ class Expression:
     text: str
     value: int
     precedence: int
-    """Of the outermost operator: how tightly it binds."""
+    """Precedence of the outermost operator: how tightly it binds."""
     steps: tuple[str, ...] = ()
 
 
@@ -91,7 +91,7 @@ def is_correct(text: str, answer: str) -> bool:
 
 
 def extract_integer(text: str) -> str | None:
-    """The integer after the last `Answer:` of a completion, without leading zeros; None where there is none."""
+    """The integer after the last `Answer:` of a completion, without leading zeros; None if there is none."""
     _, mark, rest = text.rpartition(ANSWER_MARK)
     line = rest.partition("\n")[0].strip(" \t\r")
     return _normalise(line) if mark and re.fullmatch(r"-?[0-9]+", line) else None
@@ -125,7 +125,7 @@ class Task(TaskBase):
 
     @classmethod
     def check_options(cls, options: ArithmeticOptions) -> None:
-        """Raise ValueError where the difficulty has too few different problems."""
+        """Raise ValueError if the difficulty has too few different problems."""
         draw_expressions(options, "train")
         draw_expressions(options, "eval")
 
@@ -171,7 +171,7 @@ def _hash(text: str) -> int:
 
 
 def _build(operators: list[str], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
-    """A random expression with these operators in the order of its text, or None where a value is out of bounds.
+    """A random expression with these operators in the order of its text, or None if a value is out of bounds.
 
     The order of evaluation is random, too; parentheses are written where it needs them.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAME_SOME = "name some in task.options"
-"""What to do without held-out problems; from Python it is an argument (srtrl/api.py)."""
+"""Advice for a task without held-out problems; from Python it is an argument (srtrl/api.py)."""
 NO_HELD_OUT = (
     f"task {{}} has no held-out problems: {NAME_SOME}, or train without evaluation "
     "(eval.before_and_after=false, no eval.every_steps)"
@@ -42,9 +42,9 @@ class TaskBase:
     Options: type[Section] = Section
     """The documentation and check of `task.options`."""
     train_prompts: Sequence[Prompt] = ()
-    """Problems to train on; empty where the options name none."""
+    """Problems to train on; empty if the options name none."""
     eval_prompts: Sequence[Prompt] = ()
-    """Held-out problems; empty where the options name none."""
+    """Held-out problems; empty if the options name none."""
     grader_class: type[Any] | None = None
     """In place of `srtrl.tasks.grading:Grader`, a subclass of it."""
     load_report: Mapping[str, int] = MappingProxyType({})
@@ -59,7 +59,7 @@ class TaskBase:
         return None
 
     def order(self, seed: int, *, is_shuffled: bool = True) -> Order:
-        """Which training prompt is drawn when, where that depends on no sample."""
+        """Which training prompt is drawn when, if that depends on no sample."""
         return DataOrder(len(self.train_prompts), seed, is_shuffled=is_shuffled)
 
     @classmethod
@@ -110,7 +110,7 @@ def load_task(
         recipe: Its sections `task`, `rollout` and `rewards`.
         tokenizer: The policy's.
         max_prompt_tokens: In place of `rollout.max_prompt_tokens`.
-        tools: For the chat template, where the task uses one.
+        tools: For the chat template, if the task uses one.
 
     Raises:
         ValueError: the task's name, an option, or a row of its data is incorrect.
@@ -144,7 +144,7 @@ def load_section(
 
 
 def _check_judges(task: TaskBase | type[TaskBase], recipe: Recipe) -> None:
-    """Refuse rewards and filters that need a verdict where the task, or its class, has no verifier."""
+    """Refuse rewards and filters that need a verdict if the task, or its class, has no verifier."""
     if task.verifier is not None:
         return
     reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no verifier"

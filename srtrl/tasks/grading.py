@@ -9,15 +9,17 @@ out of its group, with its outcome, and a line in the log.
 
 import asyncio
 import logging
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from operator import itemgetter
+from math import fsum
+from operator import itemgetter, mul
 from typing import Any, Self
 
 from srtrl import ranks
@@ -26,9 +28,9 @@ from srtrl.resolve import Caught, describe_error, restore_process, warn_once
 from srtrl.tasks.base import TaskBase
 from srtrl.tasks.event_loop import ADVICE, event_loop
 from srtrl.tasks.final_answer import as_judged
-from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_input import RewardInput, characters
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
-from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
+from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, RewardValue, check_rewards
 from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, GradingWorker, WorkerPool
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
@@ -38,16 +40,18 @@ from srtrl.types import (
     GradeOutcome,
     Prompt,
     RolloutGroup,
+    SampledTurn,
 )
 
 logger = logging.getLogger(__name__)
 
+TextsOf = Callable[[RewardInput], Sequence[str]]
 MAX_AWAITED = 64
 """Maximum number of coroutine rewards at the same time."""
 GRACE_SECONDS = 5.0
 """The event loop may be silent for this much longer than a coroutine reward may take."""
 LATE = "; what needs longer, as a judge that wakes, needs a larger grading.timeout_seconds (wall-clock time: 20 x that)"
-"""Of a message after a time limit."""
+"""End of a message after a time limit."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,7 +61,7 @@ class GradeTicket:
     sample: RewardInput
     """Its `correct` is None as long as an isolated verifier runs."""
     verdict: "Future[Graded | Failure]"
-    """Verdict, isolated and awaited rewards; done at once where there is nothing to wait for."""
+    """Verdict, isolated and awaited rewards; done at once if there is nothing to wait for."""
 
 
 class Grader:
@@ -140,8 +144,9 @@ class Grader:
         finish_reason: FinishReason,
         num_tokens: int,
         *,
-        environment_reward: float = 0.0,
-        num_turns: int = 1,
+        token_ids: Sequence[int] = (),
+        turns: Sequence[SampledTurn] = (),
+        texts_of: TextsOf = characters,
     ) -> GradeTicket:
         """Start grading one completion; isolated functions run while the caller continues.
 
@@ -150,8 +155,9 @@ class Grader:
             text: The completion without special tokens.
             finish_reason: Why it ended.
             num_tokens: Its length, the end token included.
-            environment_reward: The sum of the rewards of the sample's environment.
-            num_turns: Turns of the policy.
+            token_ids: The sampled tokens.
+            turns: The policy's turns; none: all is one turn.
+            texts_of: Makes the texts of its tokens; called from any thread.
         """
         sample = RewardInput(
             prompt=prompt,
@@ -160,8 +166,9 @@ class Grader:
             finish_reason=finish_reason,
             num_tokens=num_tokens,
             max_new_tokens=self._max_new_tokens,
-            environment_reward=environment_reward,
-            num_turns=num_turns,
+            token_ids=tuple(token_ids),
+            turns=tuple(turns),
+            texts_of=texts_of,
         )
         if self._verifier is not None and not self._verifier_isolated:
             with self._watch_verifier(), Caught() as caught:
@@ -190,14 +197,14 @@ class Grader:
                         task.cancel()  # and nobody waits for it: it may catch that and go on
                         late = f"no answer within {self._seconds:g} seconds of wall-clock time"
                         return Failure(outcome="timeout", detail=f"reward `{reward.name}`: {late}")
-                    parts[reward.name] = check_reward(reward.name, task.result())
+                    parts[reward.name] = check_rewards(reward.name, task.result(), sample)
                 if caught.error is not None:
                     detail = f"reward `{reward.name}`: {describe_error(caught.error)}"
                     return Failure(outcome="error", detail=detail)
         return replace(graded, parts=parts)
 
     def _check_loop(self) -> None:
-        """Stop where a coroutine blocks the event loop: no limit inside it would ever be kept.
+        """Stop if a coroutine blocks the event loop: no limit inside it would ever be kept.
 
         Raises:
             ValueError: one has run for the time that it may take, and some seconds, without an `await`.
@@ -214,7 +221,7 @@ class Grader:
 
     @contextmanager
     def _warning_if_late(self, what: str) -> Iterator[None]:
-        """Log a line where the `with` block takes long: the training process waits for it without a limit."""
+        """Log a line if the `with` block takes long: the training process waits for it without a limit."""
         text = f"{self._seconds:g} seconds in {what}, which has no limit in the training process: what may hang should"
         timer = threading.Timer(self._seconds, warn_once, [f"{text} be @isolated (docs/extending.md#a-reward)"])
         timer.daemon = True
@@ -255,8 +262,8 @@ class Grader:
         """
         grades = self._grades(tickets)
         for ticket, grade in zip(tickets, grades, strict=True):
-            if grade.detail and grade.detail not in self._logged:
-                self._logged.add(grade.detail)
+            if grade.detail and (reason := _reason(grade.detail)) not in self._logged:
+                self._logged.add(reason)
                 prompt_id = ticket.sample.prompt.prompt_id
                 logger.warning("prompt %s: grading ended in %s, left out: %s", prompt_id, grade.outcome, grade.detail)
         return grades
@@ -280,18 +287,24 @@ class Grader:
         self.wait_any([ticket])
         return ticket.verdict.result()
 
-    def collect_on_ranks(self, tickets: Sequence[GradeTicket], keys: Sequence[tuple[int, int]]) -> list[Grade]:
+    def collect_on_ranks(
+        self, tickets: Sequence[GradeTicket], keys: Sequence[tuple[int, int]], texts_of: TextsOf = characters
+    ) -> list[Grade]:
         """As `collect`, where other ranks have other tickets of the same rollout; called on all ranks.
 
-        Where a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the
-        reward sees what it would see with one rank, and is called once.
+        If a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the
+        reward sees what it would see with one rank, and is called once. `texts_of` makes texts of all ranks' tokens.
         """
         if not any(reward.batched for reward in self._rewards):
             with ranks.synchronized("grading"):
                 return self.collect(tickets)
-        own = [(key, ticket.sample, self._verdict(ticket)) for key, ticket in zip(keys, tickets, strict=True)]
+        own = [
+            (key, replace(ticket.sample, texts_of=characters), self._verdict(ticket))
+            for key, ticket in zip(keys, tickets, strict=True)
+        ]
         rows = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))
-        everything = [GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in rows]
+        samples = [replace(sample, texts_of=texts_of) for _, sample, _ in rows]
+        everything = [GradeTicket(sample=it, verdict=_done(row[2])) for it, row in zip(samples, rows, strict=True)]
         grades = ranks.on_main(lambda: self.collect(everything), "a batched reward")
         grade_of = {key: grade for (key, *_), grade in zip(rows, grades, strict=True)}
         return [grade_of[key] for key in keys]
@@ -303,7 +316,9 @@ class Grader:
             ValueError: the verifier or a reward raises on it, or gives no answer in time.
         """
         text = prompt.answer or "an answer"
-        grade, *_ = self._grades([self.submit(prompt, text, "stop", len(text)) for _ in range(num_samples)])
+        tokens = [ord(character) for character in text]  # the grader has no tokenizer
+        tickets = [self.submit(prompt, text, "stop", len(text), token_ids=tokens) for _ in range(num_samples)]
+        grade, *_ = self._grades(tickets)
         if grade.outcome in ("error", "timeout"):
             raise ValueError(
                 f"rewards: tried on prompt {prompt.prompt_id} with the response {text[:80]!r}, before the run began: "
@@ -314,10 +329,24 @@ class Grader:
         if isinstance(verdict, Failure):
             parts = {reward.name: 0.0 for reward in self._rewards}
             return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
-        parts = {reward.name: verdict.parts[reward.name] for reward in self._rewards}
-        total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
+        values = [verdict.parts[reward.name] for reward in self._rewards]
+        parts = {it.name: fsum(v) if isinstance(v, list) else v for it, v in zip(self._rewards, values, strict=True)}
         outcome: GradeOutcome = "correct" if verdict.correct else "wrong"
-        return Grade(reward=total, parts=parts, outcome=outcome if self._verifier is not None else "graded")
+        return Grade(
+            reward=sum(reward.weight * parts[reward.name] for reward in self._rewards),
+            parts=parts,
+            outcome=outcome if self._verifier is not None else "graded",
+            token_rewards=_on_tokens([reward.weight for reward in self._rewards], values),
+        )
+
+
+def _on_tokens(weights: Sequence[float], values: Sequence[RewardValue]) -> tuple[float, ...] | None:
+    """The weighted sum on each token, where a number stands on the last; None where all values are numbers."""
+    num_tokens = max((len(value) for value in values if isinstance(value, list)), default=0)
+    if not num_tokens:
+        return None
+    rows = [value if isinstance(value, list) else [0.0] * (num_tokens - 1) + [value] for value in values]
+    return tuple(sum(map(mul, weights, column)) for column in zip(*rows, strict=True))
 
 
 def make_grader(
@@ -329,20 +358,25 @@ def make_grader(
 
 
 def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:
-    """Stop where no sample of a step could be graded, all for one reason: nothing would ever be learned.
+    """Stop if no sample of a step could be graded, all for one reason: nothing would ever be learned.
 
     Raises:
-        ValueError: all outcomes are `error` or `crash`, with the same detail, or all are `timeout`; it begins with
-            `where` ("step 3").
+        ValueError: all outcomes are `error` or `crash`, with the same detail but for lengths, or all are `timeout`; it
+            begins with `where` ("step 3").
     """
     grades = [rollout.grade for group in groups for rollout in group.rollouts]
     is_late = {grade.outcome for grade in grades} == {"timeout"}
-    reasons = {(grade.outcome, grade.detail) for grade in grades}
+    reasons = {(grade.outcome, _reason(grade.detail)) for grade in grades}
     if is_late or (len(reasons) == 1 and grades[0].outcome in ("error", "crash")):
         raise ValueError(
             f"{where}: none of the {len(grades)} samples could be graded, all for the same reason "
             f"({grades[0].outcome}): {grades[0].detail}{LATE if is_late else ''}"
         )
+
+
+def _reason(detail: str) -> str:
+    """A detail without its prompt and its numbers: a list of an incorrect length has others for each sample."""
+    return re.sub(r"prompt `[^`]*`|\d+", "", detail)
 
 
 def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
@@ -352,7 +386,7 @@ def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
 
 
 def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
-    """Add one in-process reward to the verdicts; where it raises, the samples concerned become failures."""
+    """Add one in-process reward to the verdicts; if it raises, the samples concerned become failures."""
     graded = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Graded)]
     for indices in [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]:
         with Caught() as caught:
@@ -366,13 +400,13 @@ def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded
                 verdicts[index] = replace(verdict, parts=verdict.parts | {reward.name: values[index - indices.start]})
 
 
-def _values(reward: Reward, samples: Sequence[RewardInput]) -> list[float]:
-    """The values of one call of a reward; ValueError unless they are finite numbers, one for each sample."""
+def _values(reward: Reward, samples: Sequence[RewardInput]) -> list[RewardValue]:
+    """The values of one call of a reward; ValueError unless they are as in `check_rewards`, one for each sample."""
     given = reward.function(samples) if reward.batched else [reward.function(samples[0])]
     if isinstance(given, Mapping | str | bytes):
         raise ValueError(f"a batched reward must return a list of numbers, it returned {given!r:.100}")
-    values = [check_reward(reward.name, value) for value in islice(given, len(samples) + 1)]  # it may have no end
+    values = list(islice(given, len(samples) + 1))  # it may have no end
     if len(values) != len(samples):
         number = len(values) if len(values) < len(samples) else f"more than {len(samples)}"
         raise ValueError(f"it returned {number} values for {len(samples)} samples")
-    return values
+    return [check_rewards(reward.name, value, sample) for value, sample in zip(values, samples, strict=True)]

@@ -1,6 +1,7 @@
 r"""Rewards by name: `rewards: [{name: correct}, {name: format, weight: 0.1}]` in a recipe.
 
-A reward takes a `RewardInput` and returns a finite number; its keyword arguments are the recipe's `options`. Your own
+A reward takes a `RewardInput` and returns a finite number, or one for each sampled token (a single number stands on the
+last); its keyword arguments are the recipe's `options`. Your own
 is named `package.module:function`; it runs in the training process unless it is marked `@isolated`, and one at a time
 unless it is marked `@batched` (both of `srtrl.tasks.reward_input`).
 """
@@ -19,10 +20,12 @@ def correct(sample: RewardInput, *, incorrect: float = 0.0) -> float:
     return 1.0 if sample.correct else incorrect
 
 
-def environment(sample: RewardInput) -> float:
-    """The sum of the rewards that the sample's environment gave."""
+def environment(sample: RewardInput) -> float | list[float]:
+    """The reward of each of the environment's steps, on the last token of its turn."""
     if isnan(sample.environment_reward):
         raise TimeoutError("the environment gave no answer within its timeout_seconds")
+    if any(turn.reward for turn in sample.turns[:-1]):
+        return sample.on_turns([turn.reward for turn in sample.turns])
     return sample.environment_reward
 
 

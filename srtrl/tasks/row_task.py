@@ -74,7 +74,7 @@ class RowOptions(Section):
         return self.placeholder in self.prompt_template
 
     def check_use(self, has_messages: bool) -> None:
-        """Refuse options of the chat template (but the tools, which an environment adds) where none is applied."""
+        """Refuse options of the chat template (but the tools, which an environment adds) if none is applied."""
         arguments = self.chat_template_options.keys() - {"tools"}
         if not has_messages and (self.system_prompt or arguments):
             name = "system_prompt" if self.system_prompt else "chat_template_options"
@@ -102,7 +102,7 @@ class RowTask(TaskBase, Generic[OptionsT]):
 
     @classmethod
     def check_options(cls, options: OptionsT) -> None:
-        """Raise ValueError where a file is missing or has no row with such fields; the hub is not read."""
+        """Raise ValueError if a file is missing or has no row with such fields; the hub is not read."""
         for split, source in (("train", options.train), ("eval", options.eval)):
             if source is not None and source.hub is None:
                 check_source(source, f"task.options.{split}")
@@ -125,7 +125,7 @@ class RowTask(TaskBase, Generic[OptionsT]):
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
     ) -> list[Prompt]:
-        """Read, render and tokenise the rows of a split; none where the options name none."""
+        """Read, render and tokenise the rows of a split; none if the options name none."""
         if source is None:
             return []
         options = self._options
@@ -203,7 +203,7 @@ def read_prompts(
 
 
 def _option_to_set(options: RowOptions, row: Row, error: RowError) -> str:
-    """Where a row lacks the field that an option names, that option, with a field that it may mean."""
+    """Advice to set the option that names a field which the row lacks, with a likely field; empty for other errors."""
     fields = {} if isinstance(row.fields, RowError) else row.fields
     for option in type(options).model_fields:
         if option.endswith("_field") and str(error).startswith(f"no field `{getattr(options, option)}`"):
@@ -279,7 +279,7 @@ def _shown(fields: Mapping[str, Any], name: str) -> str:
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """The field as a text, numbers included (AIME's answers are integers); `RowError` where it is empty or no text."""
+    """The field as a text, numbers included (AIME's answers are integers); `RowError` if it is empty or no text."""
     value = get_field(fields, name)
     if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and isfinite(value)):
         return str(value)

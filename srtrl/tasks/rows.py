@@ -15,7 +15,7 @@ from srtrl.resolve import regular_file, suggestion
 
 PARQUET_BATCH_ROWS = 1024
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
-"""Of files of rows."""
+"""File name extensions of files of rows."""
 
 
 class RowSource(Section):
@@ -80,7 +80,7 @@ def read_rows(source: RowSource) -> Iterator[Row]:
 
 
 def check_source(source: RowSource, option: str) -> None:
-    """Raise ValueError, naming the recipe's option, where a file is missing or of an unknown kind."""
+    """Raise ValueError, naming the recipe's option, if a file is missing or of an unknown kind."""
     for index, name in enumerate(source.files):
         path = Path(name)
         if not name.endswith(ENDINGS):
@@ -97,7 +97,7 @@ def check_source(source: RowSource, option: str) -> None:
 
 
 def get_field(fields: Mapping[str, Any], name: str) -> Any:
-    """The field `name`; where there is none of that name, `a.b` is the field `b`, or item `b` from 0, of the field `a`.
+    """The field `name`; if there is none of that name, `a.b` is the field `b`, or item `b` from 0, of the field `a`.
 
     Raises:
         RowError: there is no such field.

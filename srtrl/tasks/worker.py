@@ -15,9 +15,10 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.final_answer import as_judged
@@ -26,9 +27,13 @@ from srtrl.tasks.reward_input import RewardInput
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Maximum memory of a worker, so that one sample cannot take all of the machine's."""
 MEMORY_EXIT_CODE = 70
-"""Of a worker in which a sample exhausted the memory."""
+"""Exit code of a worker in which a sample exhausted the memory."""
 READY = "ready"
 """Message of a worker that waits for a sample."""
+TOKEN_TEXTS = "token texts"
+"""Message of a worker whose reward reads `RewardInput.token_texts`: the next thing that it reads is their pickle."""
+RewardValue = float | list[float]
+"""One number, or one for each sampled token."""
 MAX_REWARD = 1e15
 """Maximum of the absolute value: sums and squares of such numbers, with weights, are finite."""
 TIMER_RESOLUTION = 1e-3
@@ -40,8 +45,8 @@ class IsolatedFunctions:
     """The functions that a worker runs on each sample."""
 
     verifier: Callable[[str, str], bool] | None
-    """None where the verifier runs in the training process; then `RewardInput.correct` is already filled in."""
-    rewards: tuple[tuple[str, Callable[[RewardInput], float]], ...]
+    """None if the verifier runs in the training process; then `RewardInput.correct` is already filled in."""
+    rewards: tuple[tuple[str, Callable[[RewardInput], RewardValue]], ...]
 
     @property
     def modules(self) -> list[str]:
@@ -55,7 +60,7 @@ class Graded:
     """The verdict and the rewards of one sample."""
 
     correct: bool | None
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, RewardValue] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,7 +73,7 @@ class Failure:
 
 
 def check_reward(name: str, value: object) -> float:
-    """The value of a reward as a float; ValueError where it is no finite number, or one beyond `MAX_REWARD`."""
+    """The value of a reward as a float; ValueError if it is no finite number, or one beyond `MAX_REWARD`."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy or torch
         value = value.item()
     with suppress(OverflowError):  # of an integer beyond the range of floats
@@ -79,12 +84,35 @@ def check_reward(name: str, value: object) -> float:
     raise ValueError(f"reward `{name}` must return a finite number{hint}, it returned {value!r:.100}{limit}")
 
 
+def check_rewards(name: str, value: Any, sample: RewardInput) -> RewardValue:
+    """What a reward has returned for a sample: a number, as in `check_reward`, or one for each sampled token.
+
+    Raises:
+        ValueError: it is neither; of a list, the message names the reward, the prompt, its length and the expected one.
+    """
+    if getattr(value, "ndim", None) == 1:  # of NumPy or torch
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        return check_reward(name, value)
+    if len(value) != sample.num_tokens:
+        expected = f"one number, or one for each of the {sample.num_tokens} sampled tokens"
+        where = f"of a sample of prompt `{sample.prompt.prompt_id}`"
+        raise ValueError(f"reward `{name}` must return {expected} {where}; it returned {len(value)} numbers")
+    where = f"of {len(value)} sampled tokens of a sample of prompt `{sample.prompt.prompt_id}`"
+    return [
+        number
+        if type(number) is float and abs(number) <= MAX_REWARD
+        else check_reward(f"{name}` (at index {index} {where}: `{name}`", number)
+        for index, number in enumerate(value)
+    ]
+
+
 def serve() -> None:
     """Body of a worker process: grade what comes through the socket that is its stdin, until the other end is closed.
 
     First come, as a pickle, the `IsolatedFunctions` and the limit of CPU seconds. Then a request is a pickle of
     (number, sample), and a reply a line of JSON with that number: data, because the functions may run anything here.
-    `READY` stands before each request.
+    `READY` stands before each request, `TOKEN_TEXTS` at most once before a reply.
 
     The process leads a session of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
     """
@@ -100,6 +128,7 @@ def serve() -> None:
         while True:
             _send(connection, READY)
             number, sample = pickle.load(requests)
+            sample = replace(sample, texts_of=_texts_on_demand(connection, requests))
             signal.setitimer(signal.ITIMER_PROF, max(cpu_seconds, TIMER_RESOLUTION))
             reply = _grade(functions, sample)
             if os.getpid() != own_pid:  # a reward forked, and its child came back too: only one may answer
@@ -110,6 +139,17 @@ def serve() -> None:
 
 def _send(connection: socket.socket, message: object) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _texts_on_demand(connection: socket.socket, requests: IO[bytes]) -> Callable[[RewardInput], list[str]]:
+    """A `RewardInput.texts_of` that has the training process make the texts, which has the tokenizer."""
+
+    @cache
+    def receive() -> list[str]:
+        _send(connection, TOKEN_TEXTS)
+        return list(pickle.load(requests))
+
+    return lambda _: receive()
 
 
 def _limit_memory() -> None:
@@ -127,7 +167,7 @@ def _grade(functions: IsolatedFunctions, sample: RewardInput) -> dict[str, Any]:
         if functions.verifier is not None:
             text = as_judged(sample.prompt, sample.text)
             sample = replace(sample, correct=bool(functions.verifier(text, sample.prompt.answer)))
-        parts = {name: check_reward(name, reward(sample)) for name, reward in functions.rewards}
+        parts = {name: check_rewards(name, reward(sample), sample) for name, reward in functions.rewards}
         return {"correct": sample.correct, "parts": parts}
     assert caught.error is not None
     if isinstance(caught.error, MemoryError):

@@ -25,15 +25,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_input import RewardInput, characters
 from srtrl.tasks.worker import (
     MEMORY_EXIT_CODE,
     MEMORY_LIMIT_BYTES,
     READY,
+    TOKEN_TEXTS,
     Failure,
     Graded,
     IsolatedFunctions,
-    check_reward,
+    check_rewards,
 )
 
 WALL_SECONDS_PER_CPU_SECOND = 20
@@ -41,11 +42,11 @@ WALL_SECONDS_PER_CPU_SECOND = 20
 START_SECONDS = 120.0
 """Limit of the time that a worker takes to import what it needs."""
 PROGRAM = "import sys; sys.path[:] = {path}; from srtrl.tasks.worker import serve; serve()"
-"""Of a grading worker: it does not import the running program, as one of multiprocessing would: that may train."""
+"""Program of a grading worker. It does not import the running program, as multiprocessing would: that may train."""
 BLOCK_BYTES = 1 << 16
-"""Read at a time."""
-MAX_REPLY_BYTES = 1 << 16
-"""Longest line that is read from a grading worker."""
+"""Maximum number of bytes per read."""
+MAX_REPLY_BYTES = 1 << 24
+"""Longest line that is read from a grading worker: it may have a number for each token."""
 
 
 class Worker:
@@ -67,7 +68,7 @@ class Worker:
         self._lock = threading.Lock()
         self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        """None where it has ended and is reaped: another process may have its number by now."""
+        """None if it has ended and is reaped: another process may have its number by now."""
 
     def launch(self, command: Sequence[str], first: bytes, what: str) -> None:
         """Start the process, send it `first`, and wait until it is ready.
@@ -137,7 +138,7 @@ class Worker:
         """Kill the process, unless it has ended, and wait for its end.
 
         Returns:
-            Its exit code, and the end of its standard error where that is a pipe.
+            Its exit code, and the end of its standard error if that is a pipe.
         """
         with self._lock:
             process, self._process = self._process, None
@@ -158,7 +159,7 @@ class GradingWorker(Worker):
         self._cpu_seconds = cpu_seconds
 
     def run(self, sample: RewardInput) -> Graded | Failure:
-        """Grade one sample; where that ends the process, once more in one that has graded nothing else.
+        """Grade one sample; if that ends the process, once more in one that has graded nothing else.
 
         Raises:
             RuntimeError: a process ends before its first sample or does not start in time, or the worker is closed.
@@ -187,7 +188,10 @@ class GradingWorker(Worker):
             self._start()
         number, seconds = secrets.randbits(63), WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
         try:
-            verdict = self._read(self.exchange(pickle.dumps((number, sample)), seconds), number, sample)
+            reply = self.exchange(pickle.dumps((number, replace(sample, texts_of=characters))), seconds)
+            if reply == TOKEN_TEXTS:
+                reply = self.exchange(pickle.dumps(sample.token_texts), seconds)
+            verdict = self._read(reply, number, sample)
             if self.receive(seconds) != READY:
                 raise ValueError("it sent more than that")
         except TimeoutError:
@@ -206,7 +210,7 @@ class GradingWorker(Worker):
         return verdict
 
     def _read(self, reply: Any, number: int, sample: RewardInput) -> Graded | Failure:
-        """The verdict in a reply; ValueError where it is none, or one of another request."""
+        """The verdict in a reply; ValueError if it is none, or one of another request."""
         match reply:
             case {"number": int(found), "outcome": "error", "detail": str(detail)} if found == number:
                 return Failure(outcome="error", detail=detail)
@@ -215,7 +219,7 @@ class GradingWorker(Worker):
                     correct = sample.correct
                 return Graded(
                     correct=correct,
-                    parts={name: check_reward(name, parts.get(name)) for name, _ in self._functions.rewards},
+                    parts={name: check_rewards(name, parts.get(name), sample) for name, _ in self._functions.rewards},
                 )
         raise ValueError("it sent something else, or the reply to another request")
 

@@ -23,15 +23,15 @@ from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 SequenceMetrics = Callable[[Sequence[TrainSequence]], dict[str, float]]
 Teaching = Callable[[Sequence[TrainSequence]], tuple[Tensor, dict[str, float]]]
-"""What is added to the advantages of all response tokens, [R], and metrics."""
+"""Returns numbers to add to the advantages of all response tokens, [R], and metrics."""
 PER_TOKEN = (None, "one number per token, a tensor of shape {shape}")
 RETURNED = {
     "algorithm.advantage": (None, "a tensor of shape {shape}, that of its first argument"),
     "algorithm.reduction": (0, "one number, a tensor of shape {shape}"),
     "algorithm.filters": (1, "a bool for each of the {shape[0]} groups, a tensor"),
 }
-"""What a function that the option names must return, by default `PER_TOKEN`: a tensor of its first argument's shape, or
-of the first dimensions of it, as many as the number says."""
+"""Option -> required result of the function that it names, by default `PER_TOKEN`: a tensor with the shape of the first
+argument, or with as many of its first dimensions as the number says."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,7 +41,7 @@ class Credit:
     sequences: list[TrainSequence]
     """In the order of (draw, sample); none where overlong filtering left nothing."""
     advantages: dict[tuple[int, int], float]
-    """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
+    """Advantage of each (draw, sample) that is learned from; the mean over its tokens if they differ."""
     metrics: dict[str, float]
 
 
@@ -106,21 +106,21 @@ class CreditAssigner:
         """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
 
         A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
-        token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the values. Where there are values,
+        token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the values. If there are values,
         `returns` = advantages + values, for their model to learn from; whitening comes after that, and then what a
         teacher adds. Overlong filtering comes last: a truncated sample counts in its group's baseline and in the
         whitening, and is then left out.
 
         Args:
             groups: The groups to learn from, at least one; all samples are graded.
-            sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept,
-                `values` where a model gives them, and `old_logprobs` where the trainer has computed them.
+            sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` if a reference is kept,
+                `values` if a model gives them, and `old_logprobs` if the trainer has computed them.
             step: The training step.
 
         Returns:
             The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has
             an advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged
-            and saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe sets it.
+            and saved stays the graders'), and `samples/overlong_dropped`, each only if the recipe sets it.
 
         Raises:
             ValueError: the advantage function returns no tensor, an incorrect shape, or a number that is not finite.
@@ -130,9 +130,12 @@ class CreditAssigner:
         assert len(rollouts) == len(sequences), "one sequence for each rollout"
         lengths = [len(sequence.rollout_logprobs) for sequence in sequences]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, L], true at each response token
-        rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders' on each response's last token
+        rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders'
         for row, length, rollout in zip(rewards, lengths, rollouts, strict=True):
-            row[length - 1] = rollout.grade.reward
+            if self._is_token_level and (on_tokens := rollout.grade.token_rewards) is not None:
+                row[:length] = torch.tensor(on_tokens, dtype=torch.float64)
+            else:
+                row[length - 1] = rollout.grade.reward
         metrics: dict[str, float] = {}
         if self._penalty > 0:
             penalty = self._penalty * _padded(self._kl_estimates(sequences), mask)  # [B, L]
@@ -218,7 +221,7 @@ class CreditAssigner:
         return on_tokens
 
     def _offered(self, groups: Sequence[RolloutGroup], lengths: Tensor, step: int) -> dict[str, Any]:
-        """What the advantage declares of what there is (docs/extending.md); tensors have the shape of `lengths`."""
+        """Named inputs that the advantage declares (docs/extending.md); tensors have the shape of `lengths`."""
         grades = [rollout.grade for group in groups for rollout in group.rollouts]
         names = dict.fromkeys(name for grade in grades for name in grade.parts)  # tasks may have rewards of their own
         terms = {name: torch.tensor([grade.parts.get(name, 0.0) for grade in grades]).double() for name in names}
@@ -240,7 +243,7 @@ def _by_size(groups: Sequence[RolloutGroup]) -> list[list[int]]:
 
 
 def check_returned(option: str, name: str, value: object, first: Tensor, what: str = "it returned") -> None:
-    """Refuse what a function of tensors has returned where it is not as `RETURNED` says, by its first argument.
+    """Refuse a result of a function of tensors that is not as `RETURNED` says, by its first argument.
 
     Raises:
         ValueError: it begins with the option; `what` says which part of the result `value` is.

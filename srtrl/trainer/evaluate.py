@@ -18,7 +18,7 @@ from srtrl.trainer.sampling import RolloutContext, train_sampling
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, Purpose, RolloutGroup, SamplingParams
 
 TURN_METRICS = ("environment/turns_mean", "environment/call_share", "environment/valid_call_share")
-"""Of `turn_metrics`, logged in evaluations."""
+"""Metrics of `turn_metrics` that evaluations log."""
 
 
 def held_out_prompts(task: TaskBase, recipe: Recipe) -> list[Prompt]:
@@ -35,7 +35,7 @@ def held_out_prompts(task: TaskBase, recipe: Recipe) -> list[Prompt]:
 def training_evals(task: TaskBase, recipe: Recipe) -> tuple[bool, list[Prompt]]:
     """Whether the first and the last policy of a run are evaluated, and the problems of all its evaluations.
 
-    `eval.before_and_after: auto` evaluates them where the task has held-out problems.
+    `eval.before_and_after: auto` evaluates them if the task has held-out problems.
 
     Raises:
         ValueError: there are to be evaluations, and the task has no such problems.

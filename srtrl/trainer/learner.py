@@ -116,7 +116,7 @@ class Learner:
 
         Args:
             sequences: At least one, sorted by (draw, sample). Those that need no pass count in the mini-batch's lengths
-                and are not computed, but for one where there is no other: the optimizer's moments go on.
+                and are not computed, but for one if there is no other: the optimizer's moments go on.
             context: Its recipe has the seed, and `train.micro_batch_tokens`, the token budget of one forward and
                 backward pass; the gradient does not depend on it.
 
@@ -187,7 +187,7 @@ class Learner:
         return cast(Transformer, self.model).dtype
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What the ranks of a run write into a checkpoint together, by the name of its folder."""
+        """Tensors that the ranks of a run write into a checkpoint together, by the name of their folder."""
         return {self.folder: self.optimizer.tensors(self.dtype)}
 
     def whole(self) -> AbstractContextManager[None]:
@@ -199,7 +199,7 @@ class Learner:
         self.optimizer.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Take back the optimizer's state, and where it has the weights' masters the weights."""
+        """Take back the optimizer's state, and the weights if it has their masters."""
         self.optimizer.load(self.dtype, folder, self.folder)
 
 

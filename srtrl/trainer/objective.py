@@ -122,7 +122,7 @@ class PolicyLearner(Learner):
         return reduced, metrics
 
     def before_update(self, sequences: Sequence[TrainSequence], context: UpdateContext) -> None:
-        """Where the recipe recomputes the log-probs, compare all of them with the decoder's.
+        """Compare all recomputed log-probs with the decoder's, if the recipe recomputes them.
 
         Otherwise those of the first mini-batch are compared, in its forward passes: both have the same weights there.
 

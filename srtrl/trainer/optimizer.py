@@ -46,7 +46,7 @@ def learning_rate_at(updates: UpdatePlan, step: int, number: int) -> float:
     `get_linear_schedule_with_warmup`, except that the warm-up begins at `peak / (warmup_steps + 1)`: a first step with
     rate zero would be wasted).
 
-    The schedule counts full batches, so that it depends on the step alone: where filters left fewer mini-batches, it
+    The schedule counts full batches, so that it depends on the step alone: if filters left fewer mini-batches, it
     moves on as if there had been all.
     """
     peak, warmup = updates.learning_rate, updates.warmup_steps
@@ -112,7 +112,7 @@ class MasterAdamW(torch.optim.AdamW):
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The state by name: its own memory, to be read and written.
 
-        Where the groups hold other values than the model, those of a model whose `dtype` is a half type, these are
+        If the groups hold other values than the model, those of a model whose `dtype` is a half type, these are
         included: the model's own files do not have them. The names and shapes do not depend on sharding.
         """
         tensors: dict[str, Tensor] = {}
@@ -132,11 +132,11 @@ class MasterAdamW(torch.optim.AdamW):
         """Write what a checkpoint holds beside `tensors`."""
 
     def metrics(self) -> dict[str, float]:
-        """What a step logs of the optimizer."""
+        """Return the metrics that a step logs of the optimizer."""
         return {}
 
     def base_weights(self) -> AbstractContextManager[None]:
-        """Around a pass of the reference policy, where that is the model with the weights that it began with."""
+        """Context of the reference policy's passes, if that is the model with its initial weights."""
         return nullcontext()
 
     def hand_over_masters(self) -> None:

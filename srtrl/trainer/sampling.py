@@ -44,7 +44,7 @@ class RolloutContext:
     end_ids: tuple[int, ...]
     """Tokens that end a response."""
     turns: OneTurn
-    """What follows where a turn of a sample ends."""
+    """Decides how a sample continues after a turn."""
     ranks: OneRank = field(default_factory=OneRank)
 
     def collector(

@@ -63,7 +63,7 @@ class TrainingStoppedError(RuntimeError):
 
 @dataclass(kw_only=True, slots=True)
 class Parts:
-    """What a run is made of, loaded: `build.build_parts` makes it of a recipe. Change it before a `Trainer` has it."""
+    """Loaded parts of a run; `build.build_parts` makes them of a recipe. Change them before a `Trainer` has them."""
 
     context: RolloutContext
     """With the recipe, the engine, and the grader, which is not started."""
@@ -71,7 +71,7 @@ class Parts:
     sampler: Sampler
     credit: CreditAssigner
     columns: list[Column]
-    """What passes compute before credit is assigned."""
+    """Numbers that passes compute before credit is assigned."""
     learners: list[Learner]
     """In the order in which they learn; the last one is `policy`."""
     policy: PolicyLearner
@@ -80,7 +80,9 @@ class Parts:
     prompts_sha256: str
     """See `digest_prompts`."""
     model_sha256: str
-    """See `digest_model`."""
+    """See `digest_models`."""
+    teacher_sha256: str
+    """See `digest_models`."""
     flags: StartFlags
     """How the run begins."""
     checkpoint: Path | None
@@ -208,6 +210,7 @@ class Trainer:
             num_draws=self.parts.sampler.num_draws,
             prompts_sha256=self.parts.prompts_sha256,
             model_sha256=self.parts.model_sha256,
+            teacher_sha256=self.parts.teacher_sha256,
         )
 
     def restore(self, checkpoint: Path) -> None:
@@ -387,7 +390,7 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Show and time a stage of the current step; name it where the device's memory is too small."""
+        """Show and time a stage of the current step; name it if the device's memory is too small."""
         self.progress.stage(name)
         with self.timer.stage(name), explain_out_of_memory(f"step {self.step + 1}, {name}"):
             yield

@@ -52,7 +52,7 @@ TOKENIZER_PROBLEMS = 10_000
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WarmStartSummary:
-    """What a warm start made."""
+    """Results of a warm start."""
 
     output: Path
     """The policy's folder."""
@@ -96,7 +96,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False) -> WarmStartSumma
 def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict[str, Any], bool]:
     """All optimizer steps, after which the first rank saves the policy.
 
-    Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
+    If the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
     weights to the last bit.
 
     Returns:
@@ -106,7 +106,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
         tokenizer = _tokenizer(recipe, section)
         turns = build.build_turns(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=turns.tools)
-        has_eval, _ = training_evals(task, recipe)  # raises where there are no problems for it
+        has_eval, _ = training_evals(task, recipe)  # raises if there are no problems for it
         model = _model(recipe, section, tokenizer, choose_device(recipe))
         end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
     losses: list[float] = []
@@ -315,7 +315,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     Args:
         texts: What to learn the merges from.
-        vocab_size: Most tokens, the 256 bytes and the end token included; fewer where no pair is left to merge.
+        vocab_size: Most tokens, the 256 bytes and the end token included; fewer if no pair is left to merge.
     """
     kind: Any = load_tokenizer("bundled:tiny")
     tokenizer: PreTrainedTokenizerBase = kind.train_new_from_iterator(texts, vocab_size, show_progress=False)

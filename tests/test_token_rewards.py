@@ -1,0 +1,332 @@
+"""Rewards of tokens and turns: from what a reward returns to the update, to the files of a run and their readers."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from environment_cases import TOKENIZER, ask, completion_of, encode, section_of
+from rank_runs import assert_close_runs, train_on_ranks
+from rollout_cases import make_group
+from task_cases import Rows, byte_tokenizer, prompt_of
+from tiny_run import PPO, assert_same_run, learned_rows, make_recipe, train
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+from update_cases import make_recipe as make_credit_recipe
+
+from srtrl.algorithms.advantages import token_level
+from srtrl.cli import app
+from srtrl.engine.stopping import token_texts
+from srtrl.environments.base import EnvironmentBase, Step, Turn
+from srtrl.environments.turns import EnvironmentTurns
+from srtrl.recipe.schema import GradingSection, RewardSection
+from srtrl.rollout.one_turn import OneTurn
+from srtrl.run.steps import latest_checkpoint
+from srtrl.tasks.grading import Grader, check_not_all_failed
+from srtrl.tasks.reward_input import RewardInput, batched, isolated
+from srtrl.trainer.credit import CreditAssigner, train_sequences
+from srtrl.types import Grade
+
+TEXT = "ab\ncd\n"
+TOKEN_IDS = encode(TEXT)
+VALUES: dict[str, Callable[[int], Any]] = {
+    "numbers": lambda n: [0.1] * n,
+    "tuple of integers": lambda n: tuple(range(n)),
+    "array": lambda n: np.arange(n, dtype=np.float32),
+    "tensor": lambda n: torch.arange(n) / 4,
+}
+FITS = "one number, or one for each of the {n} sampled tokens of a sample of prompt `{p}`; it returned {m} numbers"
+AT_LAST = "at index {m} of {n} sampled tokens of a sample of prompt `{p}`: .* a finite number"
+WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
+    "short": (lambda n: [0.5] * (n - 1), FITS),
+    "nan": (lambda n: [0.0] * (n - 1) + [float("nan")], AT_LAST + ".* nan"),
+    "none": (lambda n: [0.5] * (n - 1) + [None], AT_LAST + r" \(0.0 where .* None"),
+    "text": (lambda n: [0.5] * (n - 1) + ["1"], AT_LAST + ", it returned '1'"),
+    "matrix": (lambda n: np.zeros((2, 1)), "must return a finite number, it returned array"),
+    "mapping": (lambda n: {0: 1.0}, "must return a finite number, it returned {{0: 1.0}}"),
+}
+
+
+def here(sample: RewardInput, *, kind: str) -> Any:
+    return (VALUES[kind] if kind in VALUES else WRONG[kind][0])(sample.num_tokens)
+
+
+@isolated
+def apart(sample: RewardInput, *, kind: str) -> Any:
+    return here(sample, kind=kind)
+
+
+@batched
+def together(samples: list[RewardInput], *, kind: str) -> Any:
+    return [here(sample, kind=kind) for sample in samples]
+
+
+async def awaited(sample: RewardInput, *, kind: str) -> Any:
+    await asyncio.sleep(0)
+    return here(sample, kind=kind)
+
+
+def quarter(sample: RewardInput) -> float:
+    return 0.25
+
+
+def lines(sample: RewardInput) -> list[float]:
+    """1 on each token that ends a line."""
+    return [float("\n" in text) for text in sample.token_texts]
+
+
+@isolated
+def lines_apart(sample: RewardInput) -> list[float]:
+    """The same, asked twice."""
+    return [min(pair) for pair in zip(lines(sample), lines(sample), strict=True)]
+
+
+def section(name: str, weight: float = 1.0, **options: Any) -> RewardSection:
+    return RewardSection(name=f"{__name__}:{name}", weight=weight, options=options)
+
+
+def grades_of(*rewards: RewardSection, lengths: Sequence[int] = (len(TOKEN_IDS),)) -> list[Grade]:
+    """Of samples with so many of the tokens of `TEXT`."""
+    grading = GradingSection(num_workers=1)
+    with Grader(Rows(None), rewards, grading, 100) as grader, OneTurn(TOKENIZER) as turns:
+        tickets = [
+            grader.submit(prompt_of("a", index), TEXT, "stop", n, token_ids=TOKEN_IDS[:n], texts_of=turns.texts_of)
+            for index, n in enumerate(lengths)
+        ]
+        return grader.collect(tickets)
+
+
+# --- What a reward returns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["here", "apart", "together", "awaited"])
+def test_a_list_has_a_number_for_each_token_or_is_an_error(function: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An error names the reward and both lengths, the log the prompt. A single number stands on the last token."""
+    lengths = [len(TOKEN_IDS), 2]
+    for kind, values in VALUES.items():
+        grades = grades_of(section(function, -2.0, kind=kind), section("quarter"), lengths=lengths)
+        for grade, n in zip(grades, lengths, strict=True):
+            expected = [float(value) for value in values(n)]
+            assert grade.parts == {function: fsum(expected), "quarter": 0.25}
+            assert grade.reward == -2.0 * grade.parts[function] + 0.25
+            expected = [-2.0 * value for value in expected]
+            assert grade.token_rewards == (*expected[:-1], expected[-1] + 0.25)
+    for kind, (_, message) in WRONG.items():
+        caplog.clear()
+        grades = grades_of(section(function, kind=kind), section("quarter"), lengths=lengths)
+        for index, grade in enumerate(grades):
+            assert (grade.outcome, grade.reward, grade.token_rewards) == ("error", 0.0, None)
+            at_fault = index * int(function != "together")  # a call for all samples fails for all
+            n = lengths[at_fault]
+            pattern = f"reward `{function}`.*" + message.format(n=n, m=n - 1, p=f"p{at_fault}")
+            assert re.search(pattern, grade.detail), grade.detail
+        logged = [line.partition(" grading")[0] for line in caplog.messages]
+        assert logged == ["prompt p0:"]
+        group = make_group(0, ["wrong"] * 2)
+        samples = [replace(it, grade=grade) for it, grade in zip(group.rollouts, grades, strict=True)]
+        with pytest.raises(ValueError, match=r"^step 3: none of the 2 samples could be graded, all for the same"):
+            check_not_all_failed([replace(group, rollouts=samples)], "step 3")
+
+
+def test_single_numbers_are_as_before() -> None:
+    [grade] = grades_of(section("quarter", weight=3.0))
+    assert grade == Grade(reward=0.75, parts={"quarter": 0.25}, outcome="graded")
+    assert grade.token_rewards is None
+
+
+@pytest.mark.parametrize("function", ["lines", "lines_apart"])
+def test_a_reward_reads_the_texts_of_tokens_also_in_a_worker(function: str) -> None:
+    [grade] = grades_of(section(function))
+    assert grade.token_rewards == tuple(float("\n" in TOKENIZER.decode([token])) for token in TOKEN_IDS)
+    assert grade.reward == TEXT.count("\n")
+
+
+def words_tokenizer() -> PreTrainedTokenizerBase:
+    """As of Llama 2: a text loses its first space when it is decoded, and rare characters come as bytes."""
+    tokens = ["<unk>", "\u2581a", "\u2581b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+def test_texts_of_tokens_join_to_the_text() -> None:
+    """Also where characters come in pieces, where the text of a token depends on the one before, and of noise."""
+    of_bytes, of_words = byte_tokenizer("$A"), words_tokenizer()
+    euro = of_bytes("a€\n")["input_ids"]
+    assert token_texts(of_bytes, [0, *euro, 1]) == ["", "a", "", "", "€", "\n", ""]
+    assert token_texts(of_bytes, euro[:-2]) == ["a", "", "�"]
+    as_bytes = [4 + byte for byte in "€".encode()]
+    assert token_texts(of_words, [1, 2, 3, 1, *as_bytes, 2]) == ["a", " b", "c", " a", "", "", "€", " b"]
+    rng = np.random.default_rng(0)
+    for tokenizer, size in ((of_bytes, 258), (of_words, 4 + 128), (TOKENIZER, 257)):
+        for _ in range(20):
+            token_ids = rng.integers(1, size, 30).tolist()
+            texts = token_texts(tokenizer, token_ids)
+            assert (len(texts), "".join(texts)) == (30, tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+# --- Turns ------------------------------------------------------------------------------------------------------------
+
+
+class Paid(EnvironmentBase):
+    """Pays 0.5, 1, 1.5, ... for the turns, and says something after each."""
+
+    def step(self, turn: Turn) -> Step:
+        return Step(observation=f"after {turn.index}", reward=(turn.index + 1) / 2)
+
+
+def last_turn_paid(sample: RewardInput) -> list[float]:
+    return sample.on_turns([0.0] * (sample.num_turns - 1) + [1.0])
+
+
+def test_a_reward_of_each_step_stands_on_the_last_token_of_its_turn() -> None:
+    """Observations have no numbers; the reward of an environment is a single number where its last step alone pays."""
+    said = [encode("first"), encode("in two"), encode("x")]
+    with EnvironmentTurns(section_of(Paid, max_turns=3), TOKENIZER) as turns:
+        completion = completion_of(said[0])
+        for later in said[1:]:
+            completion = completion_of(later, completion, ask(turns, completion).extension)
+        conversation = ask(turns, completion).conversation
+        assert conversation is not None
+        token_ids = [token for part in said for token in part]
+        assert [token_ids[turn.tokens] for turn in conversation.turns] == said
+        shown = [(turn.text, "".join(turn.observations).strip(), turn.reward) for turn in conversation.turns]
+        assert shown == [("first", "after 0", 0.5), ("in two", "after 1", 1.0), ("x", "", 1.5)]
+        of_turns: dict[str, Any] = {"token_ids": token_ids, "turns": conversation.turns, "texts_of": turns.texts_of}
+        sections = [RewardSection(name="environment", weight=2.0), section("last_turn_paid")]
+        with Grader(Rows(None), sections, GradingSection(), 100) as grader:
+            ticket = grader.submit(prompt_of("a"), conversation.policy_text, "stop", len(token_ids), **of_turns)
+            [grade] = grader.collect([ticket])
+        assert "".join(ticket.sample.token_texts) == "firstin twox"
+    expected = np.zeros(len(token_ids))
+    expected[np.cumsum([len(part) for part in said]) - 1] = [1.0, 2.0, 3.0 + 1.0]
+    assert grade.token_rewards == tuple(expected)
+    assert (grade.reward, grade.parts) == (7.0, {"environment": 3.0, "last_turn_paid": 1.0})
+    last_alone = [replace(turn, reward=turn.reward * (turn.text == "x")) for turn in conversation.turns]
+    with Grader(Rows(None), sections[:1], GradingSection(), 100) as grader:
+        ticket = grader.submit(prompt_of("a"), "", "stop", len(token_ids), **of_turns | {"turns": last_alone})
+        assert grader.collect([ticket]) == [Grade(reward=3.0, parts={"environment": 1.5}, outcome="graded")]
+
+
+# --- What is learned --------------------------------------------------------------------------------------------------
+
+
+@token_level
+def immediate(token_rewards: Tensor, values: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return token_rewards
+
+
+def total(rewards: Tensor) -> Tensor:
+    return rewards
+
+
+def test_token_level_advantages_read_each_token_and_others_the_sum() -> None:
+    """The sum is that of the grade: 0.1 + 0.2 + 0.3 in any order is the same. A truncated sample has its own too."""
+    values = [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1, 0.0), (0.0, 0.6)]
+    group = make_group(5, ["wrong"] * 4, lengths=[3, 4, 2, 3], rewards=[0.6, 0.6, 0.6, 1.0], cut=[1])
+    grades = [replace(one.grade, token_rewards=own) for one, own in zip(group.rollouts, [*values, None], strict=True)]
+    group.rollouts[:] = [replace(one, grade=grade) for one, grade in zip(group.rollouts, grades, strict=True)]
+    expected = {"immediate": [*values, (0.0, 0.0, 1.0)], "total": [(0.6,) * 3, (0.6,) * 4, (0.6,) * 2, (1.0,) * 3]}
+    for name, rows in expected.items():
+        recipe = make_credit_recipe(algorithm={"advantage": f"{__name__}:{name}"})
+        credit = CreditAssigner(recipe).assign_credit([group], train_sequences([group]))
+        found = [sequence.advantages.tolist() for sequence in credit.sequences]
+        assert found == [np.array(row, np.float32).tolist() for row in rows], name
+
+
+def by_token(sample: RewardInput) -> list[float]:
+    """0, 0.25, 0.5 or 0.75 for each token."""
+    return [token % 4 / 4 for token in sample.token_ids]
+
+
+@batched
+def by_text(samples: list[RewardInput]) -> list[list[float]]:
+    """Of the texts of tokens, which the first rank makes for all."""
+    return [[sum(text.encode()) % 4 / 4 for text in sample.token_texts] for sample in samples]
+
+
+def on_last(sample: RewardInput) -> list[float]:
+    return [0.0] * (sample.num_tokens - 1) + [number(sample)]
+
+
+def number(sample: RewardInput) -> float:
+    return sum(sample.token_ids) % 7 / 7
+
+
+def named(name: str, weight: float = 1.0) -> list[dict[str, Any]]:
+    """A reward of this file and `correct`."""
+    return [{"name": f"{__name__}:{name}", "weight": weight}, {"name": "correct", "weight": 0.5}]
+
+
+def weights_of(folder: Path) -> bytes:
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    return (checkpoint / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("changes", [{}, PPO], ids=["group_relative", "gae"])
+def test_zeros_and_a_number_on_the_last_token_are_that_number(
+    changes: dict[str, Any], policy: Path, tmp_path: Path
+) -> None:
+    for name in ("number", "on_last", "by_token"):
+        train(make_recipe(policy, tmp_path / name, rewards=named(name), train__num_steps=2, **changes))
+    folders = [tmp_path / name / "run" for name in ("number", "on_last", "by_token")]
+    rows = [learned_rows(folder) for folder in folders]
+    assert [{k.replace("on_last", "number"): v for k, v in row.items()} for row in rows[1]] == rows[0]
+    assert weights_of(folders[1]) == weights_of(folders[0]) != weights_of(folders[2])
+    tables = [pq.read_table(folder / "rollouts" / "step_000001.parquet") for folder in folders[:2]]
+    assert set(tables[1].column_names) - set(tables[0].column_names) == {"token_rewards", "reward_on_last"}
+
+
+@pytest.fixture
+def run(policy: Path, tmp_path: Path) -> Path:
+    """A PPO run with a number for each token."""
+    recipe = make_recipe(policy, tmp_path / "whole", rewards=named("by_text"), **PPO)
+    return train(recipe).folder
+
+
+def test_a_resumed_run_and_one_of_two_ranks_have_the_same_rewards_of_tokens(
+    run: Path, policy: Path, tmp_path: Path
+) -> None:
+    for num_steps in (2, 4):
+        resumed = make_recipe(policy, tmp_path / "resumed", rewards=named("by_text"), train__num_steps=num_steps, **PPO)
+        folder = train(resumed, resume=num_steps == 4).folder
+    assert_same_run(folder, run)
+    two = make_recipe(policy, tmp_path / "two", rewards=named("by_text"), **PPO)
+    assert [process.exitcode for process in train_on_ranks(two, 2)] == [0, 0]
+    assert_close_runs(tmp_path / "two" / "run", run, tolerance=2e-4)
+
+
+# --- What is written and shown ----------------------------------------------------------------------------------------
+
+
+def printed(run: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["rollouts", str(run), "--limit", "100", *options])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_rewards_of_tokens_are_saved_and_shown(run: Path) -> None:
+    rows = pq.read_table(run / "rollouts" / "step_000004.parquet").to_pylist()
+    for row in rows:
+        assert len(row["token_rewards"]) == len(row["token_ids"])
+        assert row["reward_by_text"] == fsum(row["token_rewards"]) == row["reward"]
+    shown = [json.loads(line) for line in printed(run, "--json").splitlines()]
+    expected = [{str(i): value for i, value in enumerate(row["token_rewards"]) if value} for row in rows]
+    assert sorted(map(str, (row["token_rewards"] for row in shown))) == sorted(map(str, expected))
+    text = printed(run, "--sort", "-reward")
+    first = max(rows, key=lambda row: row["reward"])
+    numbers = [f"{index}: {value:.3g}" for index, value in enumerate(first["token_rewards"]) if value]
+    assert f"correct 0; on tokens {', '.join(numbers[:8])}{', ...' * (len(numbers) > 8)}), advantage" in text
