@@ -22,11 +22,12 @@ from srtrl.build import build_columns
 from srtrl.build_models import Models
 from srtrl.cli import app
 from srtrl.engine.kv_memory import GIB
+from srtrl.features.lora import LoraAdamW
 from srtrl.features.sharing import deal
 from srtrl.planner import find_config, plan_memory
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import load_recipe
-from srtrl.recipe.schema import ModelSection
+from srtrl.recipe.schema import LoraSection, ModelSection
 from srtrl.run.estimate import GPUS, StepTime, find_gpu
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import UpdateContext, fill
@@ -77,6 +78,25 @@ def test_the_plan_has_the_bytes_of_real_shards(kind: str, dtype: torch.dtype, co
     )
     assert kept["masters"] == 0
     assert (kept["weights"], kept["moments"], gradients) == run_ranks(count, sharded_bytes, kind, dtype)[0]
+
+
+def sharded_lora_bytes() -> list[int]:
+    """A and B, their moments and gradients, and W0, of a rank."""
+    model = make_policy(dtype=torch.bfloat16)
+    shard(model)
+    optimizer = LoraAdamW(model, LoraSection(rank=2), seed=0, dtype=torch.bfloat16)
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    bases = [part.base for part in optimizer.matrices]
+    return [num_bytes(optimizer.holders(model)), num_bytes(states), optimizer.gradient_bytes, num_bytes(bases)]
+
+
+@FORKED
+def test_the_plan_has_the_bytes_of_sharded_lora() -> None:
+    section = ModelSection(path="x", dtype="float32", lora=LoraSection(rank=2))
+    kept, gradients, base = planner._learner_bytes(make_policy().config, section, 2)
+    found = run_ranks(2, sharded_lora_bytes)
+    assert found[0][:3] == found[1][:3] == [kept["masters"], kept["moments"], gradients]
+    assert found[0][3] + found[1][3] == base, "of both, in bfloat16: twice a part in float32, halved"
 
 
 def gathered_after_the_reference() -> list[str]:
