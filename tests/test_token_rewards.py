@@ -46,7 +46,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "tensor": lambda n: torch.arange(n) / 4,
 }
 FITS = "one number, or one for each of the {n} sampled tokens of a sample of prompt `{p}`; it returned {m} numbers"
-AT_LAST = "at index {m} of {n} sampled tokens of a sample of prompt `{p}`: .* a finite number"
+AT_LAST = "` at index {m} of {n} sampled tokens of a sample of prompt `{p}`: .* a finite number"
 WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
     "short": (lambda n: [0.5] * (n - 1), FITS),
     "nan": (lambda n: [0.0] * (n - 1) + [float("nan")], AT_LAST + ".* nan"),
@@ -137,7 +137,7 @@ def test_a_list_has_a_number_for_each_token_or_is_an_error(function: str, caplog
             assert (grade.outcome, grade.reward, grade.token_rewards) == ("error", 0.0, None)
             at_fault = index * int(function != "together")  # a call for all samples fails for all
             n = lengths[at_fault]
-            pattern = f"reward `{function}`.*" + WRONG[kind][1].format(n=n, m=n - 1, p=f"p{at_fault}")
+            pattern = f"reward `{function}.*" + WRONG[kind][1].format(n=n, m=n - 1, p=f"p{at_fault}")
             assert re.search(pattern, grade.detail), grade.detail
         group = make_group(0, ["wrong"] * 2)
         samples = [replace(it, grade=grade) for it, grade in zip(group.rollouts, grades, strict=True)]

@@ -143,7 +143,7 @@ def _nonzero(numbers: Sequence[float]) -> dict[str, float]:
 
 
 def token_rewards_text(sample: Mapping[str, Any]) -> str:
-    """Where the reward of a sample stands, `on tokens 12: 0.5, 40: -0.25`; empty where it is one number."""
+    """Where the reward of a sample stands, `on tokens 12: 0.5, 40: -0.25`; empty if it is one number."""
     if "token_rewards" not in sample:
         return ""
     parts = [f"{index}: {number:.3g}" for index, number in sample["token_rewards"].items()]
