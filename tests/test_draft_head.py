@@ -263,7 +263,7 @@ def test_a_pretrained_head_changes_no_run_and_no_resume(
     assert_same_run(resumed, finished(**HEAD | {"rollout__draft_head": None}))
     assert read_metrics(resumed / "metrics.jsonl")[-1]["engine/head_acceptance_depth_1"] > 0
     shutil.rmtree(folder)
-    with pytest.raises(ValueError, match="head: not a local folder"):
+    with pytest.raises(ValueError, match="head: there is no such folder"):
         train(make_recipe(policy, tmp_path / "again", **settings))
 
 
