@@ -94,7 +94,7 @@ def test_lines_of_the_check() -> None:
 
     assert lines("grpo_gsm8k") == [
         f"time: about 15 h per step, 64 days in all, {TIME.format('1 thread of a CPU')}",
-        "  rollout 3.2 h, or 3.2 h with drafts as on recorded mathematics; update 12 h (computed, not measured)",
+        "  rollout 3.2 h; update 12 h (computed, not measured)",
         "disk: 0.99 GB to download for the model, 14 GB of checkpoints (2 kept)",
     ]
     assert lines("grpo_gsm8k", "model.path=some/other") == []

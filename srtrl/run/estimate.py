@@ -187,7 +187,8 @@ def describe_cost(times: StepTime) -> list[str]:
     device = f"{times.num_gpus} x {name}" if times.num_gpus > 1 else f"one {name}" if times.device.gib else name
     drafted = times.rollout_seconds(rollout.num_prompts, rollout.num_samples, drafts=True)
     update = times.update_seconds()
-    parts = f"rollout {_duration(seconds - update)}, or {_duration(drafted)} with drafts as on recorded mathematics"
+    with_drafts = f", or {_duration(drafted)} with drafts as on recorded mathematics"
+    parts = f"rollout {_duration(seconds - update)}{with_drafts if drafted < seconds - update else ''}"
     parts += f"; update {_duration(update)}"
     if held_out.num_problems is not None:
         parts += f"; evaluation {_duration(times.rollout_seconds(held_out.num_problems, held_out.num_samples))}"
