@@ -93,8 +93,9 @@ class AttentionGuesses:
             last = take_best(depth, logits)
 
     def _streams(self, rows: Int64Array) -> Tensor:
-        """What the head reads of rows of the last step, [N, A D]."""
-        return self._runner.states[self._on_device(rows)]
+        """What the head reads of rows of the last step, [N, A D], or [N, D] final hidden states."""
+        states = self._runner.states if self.head.config.reads else self._runner.hidden
+        return states[self._on_device(rows)]
 
     def _plan(self, pages: Int32Array, positions: Int32Array) -> AttentionPlan:
         """The plan of one entry of each sequence, at `positions` [C] of its `pages` [C, P]; it is written, too."""
