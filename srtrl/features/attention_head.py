@@ -131,7 +131,7 @@ class AttentionHead(nn.Module):
         return normed if self.config.norm_output else output, functional.linear(normed, self.output)
 
     def _inputs(self, states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's attention reads, [N, 2 D] (MTP: [N, D]), and where the residual stream begins, [N, D]."""
+        """Inputs of the layer's attention, [N, 2 D] (MTP: [N, D]), and where the residual stream begins, [N, D]."""
         assert self.embedding is not None, "`refresh` comes first"
         assert self.layer.attention_norm is not None
         embedded, normed = functional.embedding(token_ids, self.embedding), self._normed(states, self.hidden_norm)
@@ -286,7 +286,7 @@ def usual_config(policy: ModelConfig) -> HeadConfig:
 
 
 def default_reads(num_layers: int) -> tuple[int, int, int]:
-    """What heads read whose config does not say it, as EAGLE and SpecForge document it; of a policy of `num_layers`."""
+    """Numbers of layers that heads read whose config names none, as EAGLE and SpecForge document it."""
     return 2, num_layers // 2, num_layers - 3
 
 
