@@ -11,7 +11,7 @@ from srtrl import ranks
 from srtrl.cuda.compiler import check_triton
 from srtrl.cuda.flash import use_flash
 from srtrl.features.adapters import load_policy, read_adapter
-from srtrl.features.attention_head import AttentionHead, load_eagle3
+from srtrl.features.attention_head import AttentionHead, load_eagle3, load_mtp
 from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
@@ -211,4 +211,6 @@ def build_attention_head(recipe: Recipe, policy: Transformer) -> AttentionHead |
         ValueError: it is not for this policy, or its folder is not there or damaged.
     """
     section = recipe.rollout.draft_head
-    return None if section is None or section.path is None else load_eagle3(section.path, policy)
+    if section is None or section.kind == "recurrent":
+        return None
+    return load_mtp(policy) if section.path is None else load_eagle3(section.path, policy)

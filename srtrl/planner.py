@@ -19,7 +19,7 @@ from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.features.attention_drafter import DrafterNeeds, needs_of
-from srtrl.features.attention_head import AttentionHead, usual_config
+from srtrl.features.attention_head import AttentionHead, mtp_config, usual_config
 from srtrl.features.critic import ValueModel
 from srtrl.features.draft_head_learner import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
 from srtrl.features.lora import LoraAdamW
@@ -139,9 +139,11 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     if (draft_head := recipe.rollout.draft_head) is not None and draft_head.kind == "recurrent":
         parts["draft head"] = _draft_head_bytes(config, recipe)
     elif draft_head is not None:
-        head = AttentionHead(usual_config(config), policy.dtype, "meta")
+        shape = usual_config(config) if draft_head.kind == "eagle3" else mtp_config(config)
+        head = AttentionHead(shape, policy.dtype, "meta")
         needs = needs_of(head)
-        parts["draft head"] = num_bytes(head.parameters()) + DECODER_ROWS * head.fc.weight.nbytes // config.hidden_size
+        state_bytes = DECODER_ROWS * len(shape.reads) * config.hidden_size * policy.dtype.itemsize
+        parts["draft head"] = num_bytes(head.parameters()) + state_bytes
     rollout, free = recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients, drafter_page_bytes=needs.page_bytes)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig  # read now: on a device that is imitated it cannot be
+from transformers import LlamaConfig, Qwen2Config  # read now: on a device that is imitated they cannot be
+from transformers.modeling_layers import MtpLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import LayerStates, Transformer
@@ -78,6 +80,35 @@ def make_folder(folder: Path, policy: Transformer, dialect: str, seed: int = 0, 
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+MTP_NAMES = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "post_norm",
+    **{name: f"mtp_block.{name}" for name in ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")},
+}
+"""Names in MiMo's folders -> those of `transformers`."""
+
+
+def add_mtp_layer(policy: Transformer) -> MtpLayer:
+    """Let a Qwen2 policy carry a random MTP layer, as a folder of MiMo-7B does; returns that of `transformers`."""
+    shape = policy.config
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = Qwen2Config(**{name: getattr(shape, name) for name in sizes}, rms_norm_eps=shape.rms_norm_eps)
+    config.mtp_hidden_states_first, config._attn_implementation = True, "eager"
+    layer = MtpLayer(config, Qwen2DecoderLayer, Qwen2RMSNorm, 0).double()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            mean, std = (1.0, 0.3) if "norm" in name else (0.0, 1.5 / math.sqrt(weight.shape[-1]))
+            weight.copy_(torch.empty_like(weight).normal_(mean, std, generator=random))
+    for name, other in MTP_NAMES.items():
+        module = layer.get_submodule(other)
+        for part, tensor in module.state_dict().items():
+            policy.carried[f"model.mtp_layers.0.{name}.{part}"] = tensor.float()
+    return layer
 
 
 class Reference:

@@ -9,13 +9,25 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from attention_head_cases import DIALECTS, NUM_LISTED, SPECFORGE, SPECULATORS, Reference, change_folder, make_folder
+from attention_head_cases import (
+    DIALECTS,
+    NUM_LISTED,
+    SPECFORGE,
+    SPECULATORS,
+    Reference,
+    add_mtp_layer,
+    change_folder,
+    make_folder,
+)
 from engine_cases import Completions, Letters, decode, options, outputs, requests_for, tiny_policy
 from plain_kernels import uniform_noise
 from safetensors.torch import load_file
 from test_engine_property import varied_requests
 from test_turns import converse, turn_requests
 from torch import Tensor
+from transformers import Qwen2Config
+from transformers.modeling_layers import MtpLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.none import Drafter as NoDrafter
@@ -25,11 +37,12 @@ from srtrl.engine.engine import Engine
 from srtrl.engine.runner import EngineOptions
 from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.features.attention_drafter import AttentionDrafter, AttentionGuesses
-from srtrl.features.attention_head import AttentionHead, load_eagle3
+from srtrl.features.attention_head import AttentionHead, load_eagle3, load_mtp
 from srtrl.features.draft_head import BEST, Float32Array
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import LayerStates, Transformer
+from srtrl.model.weights import load_model, save_model
 from srtrl.types import Request
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -269,3 +282,51 @@ def test_no_damage_changes_a_token(damage: float, policy: Transformer, folders: 
     engine = Engine(policy, chosen, tokenizer=Letters(), drafter=headed, runner=runner)
     assert outputs(decode(engine, varied_requests())) == outputs(plain(policy, varied_requests()))
     assert engine.take_metrics()["engine/head_steps_share"] > 0.1
+
+
+def mtp_logits(layer: MtpLayer, policy: Transformer, tokens: list[int], k: int) -> list[Tensor]:
+    """Logits of `k` guesses, the best after the best, by the module of `transformers`; without a cache."""
+    hidden = policy(torch.tensor(tokens), PackedPlan([len(tokens)], "cpu"))[:-1].double()
+    embedding, after, found = policy.embedding.double(), tokens[1:], []
+    assert isinstance(layer.config, Qwen2Config)
+    rotary = Qwen2RotaryEmbedding(layer.config)
+    for _ in range(k):
+        positions = torch.arange(len(after))[None]
+        mask = torch.full((len(after), len(after)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        angles = tuple(part.double() for part in rotary(hidden[None].float(), positions))
+        [outputs] = layer(embedding[after][None], hidden[None], angles, mask, positions, None)
+        found.append(policy.head_weight.double() @ outputs[-1])
+        hidden, after = torch.cat((hidden, outputs[-1:])), [*after, int(found[-1].argmax())]
+    return found
+
+
+@torch.no_grad()
+def test_an_mtp_layer_is_that_of_transformers_and_is_kept(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match=r"no tensor model.mtp_layers.0.token_layernorm.weight: kind mtp is for MiMo"):
+        load_mtp(policy)
+    layer = add_mtp_layer(policy)
+    save_model(policy, tmp_path)
+    again = load_model(tmp_path, dtype=torch.float32, device="cpu")
+    assert again.carried.keys() == policy.carried.keys()
+    assert all(torch.equal(again.carried[name], tensor) for name, tensor in policy.carried.items())
+    head = load_mtp(again)
+    head.refresh(again)
+    hidden, after, found = again(torch.tensor(TOKENS), PackedPlan([len(TOKENS)], "cpu"))[:-1], TOKENS[1:], []
+    for _ in range(3):
+        outputs, logits = head(hidden, torch.tensor(after), PackedPlan([len(after)], "cpu"))
+        found.append(logits[-1].double())
+        hidden, after = torch.cat((hidden, outputs[-1:])), [*after, int(logits[-1].argmax())]
+    expected = mtp_logits(layer, policy, TOKENS, 3)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_an_mtp_layer_changes_no_token() -> None:
+    policy, chosen = tiny_policy(), options(slots=5, num_pages=10, draft_budget=8)
+    add_mtp_layer(policy)
+    runner = CpuRunner(policy, chosen)
+    guesses = AttentionGuesses(load_mtp(policy), runner, k=3, slots=5)
+    headed = cast(DrafterBase, AttentionDrafter(SrtDrafter(), guesses, runner, k=3, slots=5))
+    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=headed, runner=runner)
+    assert outputs(decode(engine, varied_requests())) == outputs(plain(policy, varied_requests()))
+    assert engine.take_metrics()["engine/head_acceptance_depth_1"] > 0

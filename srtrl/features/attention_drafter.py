@@ -38,7 +38,7 @@ class AttentionGuesses:
         self.head, self.k, self.slots, self._runner = head, k, slots, runner
         self.token_ids, self.device = head.token_ids, head.norm.device
         self.cache: KVCache | None = None
-        """Of one layer, with the pages of the runner and after them one for the guesses of each sequence."""
+        """Cache of one layer, with the pages of the runner and after them one for the guesses of each sequence."""
         self._rows: Int64Array = np.empty(0, np.int64)
 
     def begin(self) -> None:
@@ -93,8 +93,9 @@ class AttentionGuesses:
             last = take_best(depth, logits)
 
     def _streams(self, rows: Int64Array) -> Tensor:
-        """What the head reads of rows of the last step, [N, A D]."""
-        return self._runner.states[self._on_device(rows)]
+        """States that the head reads, of rows of the last step, [N, A D], or [N, D] final hidden states."""
+        states = self._runner.states if self.head.config.reads else self._runner.hidden
+        return states[self._on_device(rows)]
 
     def _plan(self, pages: Int32Array, positions: Int32Array) -> AttentionPlan:
         """The plan of one entry of each sequence, at `positions` [C] of its `pages` [C, P]; it is written, too."""
@@ -127,14 +128,14 @@ class AttentionDrafter(HeadDrafter):
 
 
 class DrafterNeeds(NamedTuple):
-    """What a drafter needs of its engine; see the fields of `EngineOptions`."""
+    """Needs of a drafter that its engine meets; see the fields of `EngineOptions`."""
 
     state_layers: tuple[int, ...] = ()
     page_bytes: int = 0
 
 
 def needs_of(head: AttentionHead) -> DrafterNeeds:
-    """What a drafter with this head needs."""
+    """Needs of a drafter with this head."""
     weights = head.norm
     return DrafterNeeds(head.config.reads, page_bytes(head.config.layer, weights.dtype, weights.device, PAGE_SIZE))
 

@@ -1,4 +1,4 @@
-"""A pretrained attention drafter, EAGLE-3: one decoder layer over pairs of a state and the token after it.
+"""A pretrained attention drafter, EAGLE-3 or MTP: one decoder layer over pairs of a state and the token after it.
 
 The entry of position t is made of the state s(t) and the embedding of token t + 1. The layer attends from it to the
 entries before it, and its output gives logits of token t + 2. s(t) is fc[the policy's residual stream after some
@@ -6,6 +6,9 @@ layers]; after a token that is only a guess it is the head's own output for the 
 EAGLE-3.1 (arXiv 2605.09992) has further norms: of each stream before `fc`, and of the output that becomes a state.
 
 Read are the folders that EAGLE and SpecForge write, and those of speculators. Their weights stay as they are.
+
+MTP is a layer of the policy's own folder (MiMo-7B, arXiv 2505.07608): s(t) is the policy's final hidden state, the
+layer reads `fc` of both, each after a norm, and the policy's output head makes the logits.
 
 Letters: N entries, D model width, A layers that are read, L listed tokens; others as in `transformer.py`.
 """
@@ -24,7 +27,7 @@ from srtrl.model.files import opened, weight_files
 from srtrl.model.folders import locate, read_json
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, Linear, ModelConfig, RotaryTable, Transformer, rms_norm
-from srtrl.model.weights import check_shape, fused_projections
+from srtrl.model.weights import MTP_LAYERS, check_shape, fused_projections
 from srtrl.resolve import Caught
 
 LAYER_FIELDS = frozenset(
@@ -69,12 +72,17 @@ class AttentionHead(nn.Module):
             return nn.Parameter(torch.empty(length, dtype=dtype, device=device))
 
         self.config = config
-        self.layer = Layer(config.layer, dtype, torch.device(device), input_width=2 * width)
-        self.fc = Linear(len(config.reads) * width, width, bias=False, dtype=dtype, device=device)
+        is_mtp = not config.reads
+        self.layer = Layer(config.layer, dtype, torch.device(device), input_width=width if is_mtp else 2 * width)
+        self.fc = Linear((2 if is_mtp else len(config.reads)) * width, width, bias=False, dtype=dtype, device=device)
+        self.token_norm = vector(width) if is_mtp else None
         self.input_norm = vector(self.fc.in_features) if config.norm_before_fc else None
         self.fc_norm = nn.ParameterList(vector(width) for _ in config.reads) if config.fc_norm else None
         self.hidden_norm, self.norm = vector(width), vector(width)
-        self.output = nn.Parameter(torch.empty(config.num_listed, width, dtype=dtype, device=device))
+        self.own_output = None if is_mtp else vector(config.num_listed * width)
+        """[L D], where the head does not use the policy's output head."""
+        self.output: Tensor
+        """[L, D], from `refresh` on."""
         self.own_embedding: Tensor | None = None
         """[V, D], where the head does not use the policy's."""
         self.embedding: Tensor | None = None
@@ -87,7 +95,9 @@ class AttentionHead(nn.Module):
         self.requires_grad_(False)
 
     def refresh(self, policy: Transformer) -> None:
-        """Take over the policy's current embedding, unless the head has its own."""
+        """Take over the policy's current embedding and output head, unless the head has its own."""
+        own, width = self.own_output, policy.config.hidden_size
+        self.output = policy.head_weight.detach() if own is None else own.view(-1, width)
         self.embedding = policy.embedding.detach() if self.own_embedding is None else self.own_embedding
 
     def take(self, name: str, tensor: Tensor) -> None:
@@ -98,7 +108,9 @@ class AttentionHead(nn.Module):
             self.own_embedding = tensor.to(self.fc.weight)
 
     def fuse(self, streams: Tensor) -> Tensor:
-        """States of positions, [N, D], from the policy's streams [N, A D]."""
+        """States of positions, [N, D], from the policy's streams [N, A D], or its final hidden states [N, D]."""
+        if not self.config.reads:
+            return streams
         if self.input_norm is not None:
             streams = self._normed(streams, self.input_norm)
         if self.fc_norm is not None:
@@ -119,11 +131,14 @@ class AttentionHead(nn.Module):
         return normed if self.config.norm_output else output, functional.linear(normed, self.output)
 
     def _inputs(self, states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's attention reads, [N, 2 D], and where the residual stream begins, [N, D]."""
+        """Inputs of the layer's attention, [N, 2 D] (MTP: [N, D]), and where the residual stream begins, [N, D]."""
         assert self.embedding is not None, "`refresh` comes first"
         assert self.layer.attention_norm is not None
-        embedded = self._normed(functional.embedding(token_ids, self.embedding), self.layer.attention_norm)
-        normed = self._normed(states, self.hidden_norm)
+        embedded, normed = functional.embedding(token_ids, self.embedding), self._normed(states, self.hidden_norm)
+        if self.token_norm is not None:
+            residual = self.fc(torch.cat((normed, self._normed(embedded, self.token_norm)), dim=-1))
+            return self._normed(residual, self.layer.attention_norm), residual
+        embedded = self._normed(embedded, self.layer.attention_norm)
         return torch.cat((embedded, normed), dim=-1), normed if self.config.norm_before_residual else states
 
     def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -173,9 +188,39 @@ def load_eagle3(path: str, policy: Transformer) -> AttentionHead:
     return head
 
 
+def load_mtp(policy: Transformer) -> AttentionHead:
+    """The MTP layer that the policy's folder holds; ValueError where it holds none, or one of another shape."""
+    prefix = f"{MTP_LAYERS}0."
+    head = AttentionHead(mtp_config(policy.config), policy.dtype, policy.device)
+    layer = head.layer
+    norms: dict[str, Tensor | None] = {
+        "token_layernorm": head.token_norm,
+        "hidden_layernorm": head.hidden_norm,
+        "input_layernorm": layer.attention_norm,
+        "post_attention_layernorm": layer.mlp_norm,
+        "final_layernorm": head.norm,
+        "input_proj": head.fc.weight,
+    }
+    places = {f"{name}.weight": weight.detach() for name, weight in norms.items() if weight is not None}
+    places |= {name.removeprefix("layers.0."): view for name, view in layer_places(layer, head.config.layer).items()}
+    for name, place in places.items():
+        if (tensor := policy.carried.get(prefix + name)) is None:
+            raise ValueError(f"the policy's folder has no tensor {prefix}{name}: kind mtp is for MiMo-7B")
+        check_shape(Path("the policy's folder"), prefix + name, tensor.shape, place.shape, "its config.json")
+        place.copy_(tensor)
+    return head
+
+
+def mtp_config(policy: ModelConfig) -> HeadConfig:
+    """Shape of a policy's MTP layer."""
+    return HeadConfig(replace(policy, num_hidden_layers=1), (), policy.vocab_size, norm_output=True)
+
+
 def named_places(head: AttentionHead) -> dict[str, Tensor]:
     """Each weight by its name in a folder, as a view into the head's own (fused) one."""
-    layer, places = head.layer, {"fc.weight": head.fc.weight, "norm.weight": head.norm, "lm_head.weight": head.output}
+    assert head.own_output is not None
+    output = head.own_output.view(head.config.num_listed, -1)
+    layer, places = head.layer, {"fc.weight": head.fc.weight, "norm.weight": head.norm, "lm_head.weight": output}
     norms: dict[str, Tensor | None] = {
         "layers.0.input_layernorm": layer.attention_norm,
         "layers.0.hidden_norm": head.hidden_norm,
@@ -241,7 +286,7 @@ def usual_config(policy: ModelConfig) -> HeadConfig:
 
 
 def default_reads(num_layers: int) -> tuple[int, int, int]:
-    """What heads read whose config does not say it, as EAGLE and SpecForge document it; of a policy of `num_layers`."""
+    """Numbers of layers that heads read whose config names none, as EAGLE and SpecForge document it."""
     return 2, num_layers // 2, num_layers - 3
 
 

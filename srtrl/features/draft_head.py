@@ -35,7 +35,7 @@ EPS = 1e-6
 
 
 class Guesser(Protocol):
-    """What `draft_chains` needs of a head."""
+    """A head, as `draft_chains` needs it."""
 
     token_ids: Tensor
     """[L] int64, the tokens that it can guess."""

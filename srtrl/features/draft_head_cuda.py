@@ -76,7 +76,7 @@ class CudaGuesses:
 
 
 def read_guesses(guesses: Int32Array) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-    """What `draft_chains` returns, of what `rank_listed_triton` has found at each depth, [K, 3, C]."""
+    """Tokens and margins as of `draft_chains`, from the results of `rank_listed_triton` at each depth, [K, 3, C]."""
     by_chain = guesses.transpose(2, 0, 1)
     tokens, margins = by_chain[..., [BEST, SECOND]], by_chain[..., 2].copy().view(np.float32)
     is_refused = np.isnan(margins)

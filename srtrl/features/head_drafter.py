@@ -50,7 +50,7 @@ HITS, TRIALS = 0, 1
 
 
 class Guesses(Protocol):
-    """What computes the guesses of a head."""
+    """Computation of the guesses of a head."""
 
     def begin(self) -> None:
         """A rollout begins: take over the policy's weights."""

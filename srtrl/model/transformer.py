@@ -347,6 +347,8 @@ class Transformer(nn.Module):
         self.rotary = [RotaryTable(rope, config.head_dim, config.style) for rope in ropes]
         self.layer_rotary = [ropes.index(kind.rope) for kind in kinds]
         """Index into `rotary` of each layer."""
+        self.carried: dict[str, Tensor] = {}
+        """Tensors of the folder that the model does not use, by name, on the host: saved with it, unchanged."""
         self.embedding_scale = torch.tensor(config.style.embedding_scale, dtype=dtype, device="cpu").item()
 
     @property

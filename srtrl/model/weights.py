@@ -70,8 +70,10 @@ _LAYOUTS = {
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """Prefixes of names in a model that reads images too (transformers 4 and 5) -> those in a model of text alone."""
 _IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_LEFT_OUT = (*_IMAGES, "model.mtp_layers.")
-"""Tensors that are not read: of the part for images, and of MiMo's heads that predict several tokens."""
+MTP_LAYERS = "model.mtp_layers."
+"""Prefix of the layers of MiMo that predict the token after the next one; they are carried along."""
+_LEFT_OUT = (*_IMAGES, MTP_LAYERS)
+"""Tensors that are not the model's: of the part for images, which are not read, and those that are carried along."""
 _INIT_STD = 0.02
 
 
@@ -141,6 +143,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
                 places[name].copy_(tensor)
             elif name == "lm_head.weight":
                 heads.append((file, tensor))
+            elif name.startswith(MTP_LAYERS):
+                model.carried[name] = tensor
     for file, head in heads:
         if not torch.equal(head.to(model.dtype), model.embedding.detach().cpu()):  # which of the two was trained?
             raise ValueError(
@@ -259,7 +263,8 @@ def save_model(
         raise ValueError(f"{folder}: already holds weights; save to a new folder, or delete it first")
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
-    copies = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in named_tensors(model).items()}
+    tensors = named_tensors(model) | model.carried
+    copies = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in tensors.items()}
     with full_disk_as_os_error(folder):
         huggingface_hub.save_torch_state_dict(copies, folder)  # in several files where they are many
     for file in folder.glob("*.safetensors"):

@@ -74,9 +74,10 @@ class EnvironmentSection(Section):
 class DraftHeadSection(Section):
     """A small net that drafts from the policy's hidden states, on any prompt (docs/speculation.md)."""
 
-    kind: Literal["recurrent", "eagle3"] = "recurrent"
+    kind: Literal["recurrent", "eagle3", "mtp"] = "recurrent"
     """`recurrent`: reads the last hidden state, and learns in the update. `eagle3`: a pretrained EAGLE-3 or EAGLE-3.1
-    head, which attends to the whole text, and stays as it is."""
+    head, which attends to the whole text, and stays as it is. `mtp`: likewise the MTP layer in the policy's own folder
+    (MiMo-7B)."""
     path: str | None = None
     """Kind `eagle3`: the head's folder, or its name on the Hugging Face hub."""
     k: int = Field(default=3, ge=1, le=8)
