@@ -161,7 +161,7 @@ def test_a_judge_of_each_turn_is_learned_from(folder: Path, recipe_file: Path) -
 def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
     drafter = "rollout.draft_budget=3 train.num_steps=2"
     _, rows = trained(recipe_file, "drafter=drafter:Drafter", drafter)
-    assert 1.5 < rows[-1]["engine/verified_per_decode_step"] <= 4
+    assert 1.2 < rows[-1]["engine/verified_per_decode_step"] <= 4
     _, expected = trained(recipe_file, "drafter=drafter:Drafter", f"{drafter} rollout.drafter=none name=none")
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
