@@ -30,6 +30,7 @@ from srtrl.engine.stopping import token_texts
 from srtrl.environments.base import EnvironmentBase, Step, Turn
 from srtrl.environments.turns import EnvironmentTurns
 from srtrl.recipe.schema import GradingSection, RewardSection
+from srtrl.report.page import write_report
 from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.steps import latest_checkpoint
 from srtrl.tasks.grading import Grader, check_not_all_failed
@@ -329,7 +330,7 @@ def printed(run: Path, *options: str) -> str:
     return result.stdout
 
 
-def test_rewards_of_tokens_are_saved_and_shown(run: Path) -> None:
+def test_rewards_of_tokens_are_saved_and_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pq.read_table(run / "rollouts" / "step_000004.parquet").to_pylist()
     for row in rows:
         assert len(row["token_rewards"]) == len(row["token_ids"])
@@ -341,3 +342,5 @@ def test_rewards_of_tokens_are_saved_and_shown(run: Path) -> None:
     first = max(rows, key=lambda row: row["reward"])
     numbers = [f"{index}: {value:.3g}" for index, value in enumerate(first["token_rewards"]) if value]
     assert f"correct 0; on tokens {', '.join(numbers[:8])}{', ...' * (len(numbers) > 8)}), advantage" in text
+    monkeypatch.setattr("srtrl.report.charts.to_svg", lambda figure: "<svg></svg>")  # drawing takes seconds
+    assert re.search(r'<span class="tag">on tokens \d+: 0\.\d', write_report(run).read_text(encoding="utf-8"))
