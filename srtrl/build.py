@@ -19,12 +19,14 @@ from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.kv_memory import GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
+from srtrl.engine.kv_memory import CPU_SLOTS, GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
 from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.engine.warm_up import compile_kernels
 from srtrl.environments.turns import EnvironmentTurns
+from srtrl.features.attention_drafter import AttentionDrafter, AttentionGuesses, DrafterNeeds, needs_of
+from srtrl.features.attention_head import AttentionHead
 from srtrl.features.critic import values_column
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.head_drafter import HeadDrafter, wrap_for_warm_up
@@ -34,7 +36,7 @@ from srtrl.features.sharing import SeveralRanks
 from srtrl.features.teacher import teach
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import end_token_ids, load_tokenizer
-from srtrl.ranks.sharding import unshard
+from srtrl.ranks.sharding import resharded_after, unshard
 from srtrl.recipe.conflicts import find_conflicts
 from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import STATIC_ORDERS, Recipe
@@ -65,8 +67,6 @@ from srtrl.build_models import Models, load_models
 
 logger = logging.getLogger(__name__)
 
-CPU_SLOTS = 64
-"""`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens computed in one decode step at most, by type of device."""
 
@@ -201,10 +201,12 @@ def build_columns(recipe: Recipe, models: Models) -> list[Column]:
     """Numbers that passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
     columns, temperature = [], recipe.rollout.temperature
     if models.reference is not None:
-        base_weights = models.optimizer.base_weights
-        columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, base_weights))
+        is_policy = models.reference is models.policy  # with LoRA
+        around = models.optimizer.base_weights if is_policy else partial(resharded_after, models.reference)
+        columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, around))
     if models.teacher is not None:
-        columns.append(logprobs_column("teacher", "teacher_logprobs", models.teacher, temperature))
+        around = partial(resharded_after, models.teacher)
+        columns.append(logprobs_column("teacher", "teacher_logprobs", models.teacher, temperature, around))
     if recipe.algorithm.old_logprobs == "recompute":
         columns.append(logprobs_column("old_logprobs", "old_logprobs", models.policy, temperature))
     if models.critic is not None:
@@ -243,11 +245,11 @@ def build_training_engine(recipe: Recipe, models: Models, tokenizer: PreTrainedT
     """The decoder of a run, made after all that takes memory for good: on CUDA it takes its share of the rest."""
     optimizers = [models.optimizer] if models.critic is None else [models.optimizer, models.critic.optimizer]
     reserved_bytes = max(optimizer.gradient_bytes for optimizer in optimizers)  # these models learn in turn
-    head = None
+    head: DraftHead | AttentionHead | None = models.attention_head
     if models.draft_head is not None:
         head = models.draft_head.head
         reserved_bytes += models.draft_head.optimizer.gradient_bytes
-        head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
+        models.draft_head.head.count(np.concatenate([prompt.token_ids for prompt in task.train_prompts]))
     return build_engine(recipe, models.policy, tokenizer, reserved_bytes=reserved_bytes, draft_head=head)
 
 
@@ -258,7 +260,7 @@ def build_engine(
     *,
     num_samples: int | None = None,
     reserved_bytes: int = 0,
-    draft_head: DraftHead | None = None,
+    draft_head: DraftHead | AttentionHead | None = None,
 ) -> Engine:
     """The decoder, on the weights of `model`.
 
@@ -277,8 +279,10 @@ def build_engine(
         reserved_bytes += GRAPH_BYTES
     if num_unknown := count_unknown(tokenizer, np.arange(model.config.vocab_size)):
         logger.warning("the tokenizer lacks %d of the model's tokens; in texts they are %s", num_unknown, UNKNOWN)
+    needs = needs_of(draft_head) if isinstance(draft_head, AttentionHead) else DrafterNeeds()
+    sizes = {"reserved_bytes": reserved_bytes, "drafter_page_bytes": needs.page_bytes}
     options = EngineOptions(
-        slots=number_of_slots(recipe, model, free, num_samples=num_samples, reserved_bytes=reserved_bytes),
+        slots=number_of_slots(recipe, model, free, num_samples=num_samples, **sizes),
         kv_memory_gib=rollout.kv_memory_gib,
         kv_reserved_bytes=reserved_bytes,
         cuda_graphs=rollout.cuda_graphs,
@@ -286,13 +290,13 @@ def build_engine(
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
         num_top=drafter.num_top,
+        state_layers=needs.state_layers,
+        drafter_page_bytes=needs.page_bytes,
     )
     runner = build_runner(model, options)
     cost = StepCost(runner.row_edges(MAX_ROWS))
     if rollout.draft_head is not None and draft_head is not None:
-        budget = cost if options.draft_budget == "auto" else None
-        headed = HeadDrafter(drafter, draft_head, runner, k=rollout.draft_head.k, slots=options.slots, cost=budget)
-        drafter = cast(DrafterBase, headed)
+        drafter = add_head(rollout.draft_head.k, drafter, draft_head, runner, options, cost)
     return Engine(
         model,
         options,
@@ -303,6 +307,27 @@ def build_engine(
         compile_kernels=partial(compile_kernels, wrap=wrap_for_warm_up if draft_head is not None else None),
         run_ahead=build_run_ahead(recipe, drafter),
     )
+
+
+def add_head(
+    k: int,
+    inner: DrafterBase,
+    head: DraftHead | AttentionHead,
+    runner: Runner,
+    options: EngineOptions,
+    cost: StepCost,
+) -> DrafterBase:
+    """The drafter with `k` guesses of a head in its trees; `cost` decides where they pay, if it budgets drafts."""
+    budget = cost if options.draft_budget == "auto" else None
+    if isinstance(head, DraftHead):
+        return cast(DrafterBase, HeadDrafter(inner, head, runner, k=k, slots=options.slots, cost=budget))
+    make_guesses = AttentionGuesses
+    if not isinstance(runner, CpuRunner):
+        from srtrl.features.attention_drafter_cuda import CudaAttentionGuesses
+
+        make_guesses = CudaAttentionGuesses
+    guesses = make_guesses(head, runner, k=k, slots=options.slots)
+    return cast(DrafterBase, AttentionDrafter(inner, guesses, runner, k=k, slots=options.slots, cost=budget))
 
 
 def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
@@ -321,7 +346,13 @@ def build_runner(policy: Transformer, options: EngineOptions) -> Runner:
 
 
 def number_of_slots(
-    recipe: Recipe, model: Transformer, free: int | None, *, num_samples: int | None = None, reserved_bytes: int = 0
+    recipe: Recipe,
+    model: Transformer,
+    free: int | None,
+    *,
+    num_samples: int | None = None,
+    reserved_bytes: int = 0,
+    drafter_page_bytes: int = 0,
 ) -> int:
     """`rollout.slots`; if it is `auto`, as many as the KV cache will hold (see `kv_memory.choose_slots`).
 
@@ -331,6 +362,7 @@ def number_of_slots(
         free: Memory of the CUDA device that new tensors could take, in bytes; None on a CPU.
         num_samples: The maximum: more slots would never be used.
         reserved_bytes: For the update.
+        drafter_page_bytes: See `EngineOptions`.
     """
     rollout = recipe.rollout
     if rollout.slots != "auto" or free is None:
@@ -340,7 +372,7 @@ def number_of_slots(
         return slots
     return choose_slots(
         kv_bytes(rollout.kv_memory_gib, free, reserved_bytes=reserved_bytes),
-        page_bytes=page_bytes_of(model, PAGE_SIZE),
+        page_bytes=page_bytes_of(model, PAGE_SIZE) + drafter_page_bytes,
         page_size=PAGE_SIZE,
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         num_samples=num_samples or rollout.num_prompts * rollout.num_samples,

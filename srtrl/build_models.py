@@ -11,6 +11,7 @@ from srtrl import ranks
 from srtrl.cuda.compiler import check_triton
 from srtrl.cuda.flash import use_flash
 from srtrl.features.adapters import load_policy, read_adapter
+from srtrl.features.attention_head import AttentionHead, load_eagle3
 from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_model
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
@@ -40,6 +41,8 @@ class Models(NamedTuple):
     reference: Transformer | None
     teacher: Transformer | None
     draft_head: DraftHeadLearner | None
+    """A head that learns, as `attention_head` is one that does not."""
+    attention_head: AttentionHead | None
     critic: Critic | None
 
 
@@ -64,6 +67,7 @@ def load_models(
         reference=build_reference(recipe, policy, device),
         teacher=build_teacher(recipe, device, tokenizer),
         draft_head=build_draft_head(recipe, policy),
+        attention_head=build_attention_head(recipe, policy),
         critic=build_critic(recipe, checkpoint, device),
     )
 
@@ -123,8 +127,8 @@ def make_optimizer(
     options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
     if lora is None:
         return build_optimizer(model, learning_rate=learning_rate, **options)
-    base = base_name(recipe.model.path)
-    optimizer = LoraAdamW(body, lora, seed=recipe.seed, base=base, lr=learning_rate, **options)
+    options |= {"seed": recipe.seed, "base": base_name(recipe.model.path), "dtype": DTYPES[recipe.model.dtype]}
+    optimizer = LoraAdamW(body, lora, lr=learning_rate, **options)
     if (folder := find_adapter(recipe.model.path)) is not None:
         optimizer.start_from(read_adapter(folder))
     return optimizer
@@ -191,10 +195,20 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device) 
 
 
 def build_draft_head(recipe: Recipe, policy: Transformer) -> DraftHeadLearner | None:
-    """The draft head with a fresh optimizer, or None where the recipe has none."""
+    """The draft head that learns with a fresh optimizer, or None where the recipe has none."""
     section = recipe.rollout.draft_head
-    if section is None:
+    if section is None or section.kind != "recurrent":
         return None
     dtype = DTYPES[recipe.model.dtype]
     head = DraftHead(policy, dtype, vocabulary=section.vocabulary, seed=recipe.seed)
     return DraftHeadLearner(head, policy, recipe)
+
+
+def build_attention_head(recipe: Recipe, policy: Transformer) -> AttentionHead | None:
+    """The pretrained draft head that the recipe names, or None.
+
+    Raises:
+        ValueError: it is not for this policy, or its folder is not there or damaged.
+    """
+    section = recipe.rollout.draft_head
+    return None if section is None or section.path is None else load_eagle3(section.path, policy)

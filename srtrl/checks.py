@@ -277,6 +277,9 @@ def _model_checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Itera
         yield "rollout.max_new_tokens", lengths
     elif "model.path" in paths:
         yield "model.path", partial(_check_model, recipe, paths["model.path"])
+    if {"model.path", "rollout.draft_head.path"} <= paths.keys():
+        head = partial(_check_draft_head, paths["model.path"], paths["rollout.draft_head.path"])
+        yield "rollout.draft_head.path", head
     if "algorithm.teacher.path" in paths:
         has_policy = ("model.path" if recipe.model.tokenizer is None else "model.tokenizer") in paths
         teacher = partial(_check_teacher, recipe, paths["algorithm.teacher.path"], has_policy=has_policy)
@@ -289,6 +292,15 @@ def _check_tokenizer(path: str) -> None:
 
     if not has_tokenizer(path):
         raise ValueError(f"{path} holds no tokenizer (tokenizer.json or the like)")
+
+
+def _check_draft_head(policy: str, path: str) -> None:
+    """Check that a pretrained draft head is for the policy, by the configs of both."""
+    from srtrl.features.attention_head import read_head_config
+    from srtrl.model.folders import locate
+    from srtrl.model.weights import read_config
+
+    read_head_config(locate(path), read_config(policy))
 
 
 def _check_model(recipe: Recipe, path: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig  # read now: on a device that is imitated it cannot be
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import LayerStates, Transformer
@@ -34,7 +35,7 @@ def make_folder(folder: Path, policy: Transformer, dialect: str, seed: int = 0, 
         "rms_norm_eps": 1e-5,
         "rope_theta": 5000.0,
         "max_position_embeddings": 64,
-        "hidden_act": "silu",
+        "hidden_act": LlamaConfig().hidden_act,
     }
     if dialect == SPECFORGE:
         config = {**layer, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}

@@ -67,7 +67,7 @@ def plain() -> Iterator[None]:
         _is_plain -= 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A non-blocking copy that a device does any time before the host waits for it."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import update_cases
+from attention_head_cases import SPECULATORS, make_folder
 from drafter_cases import random_draft
 from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
 from hypothesis import given
@@ -40,6 +41,7 @@ from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
 from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
+from srtrl.model.weights import load_model
 from srtrl.rollout.packing import pack, sharing_order
 from srtrl.run.steps import latest_checkpoint
 from srtrl.trainer.trainer import TrainingStoppedError
@@ -244,6 +246,25 @@ def test_a_resumed_head_learns_what_it_would_have(policy: Path, finished: Callab
     train(make_recipe(policy, tmp_path / "again", **without, train__num_steps=2))  # the head comes later
     added = train(make_recipe(policy, tmp_path / "again", **HEAD), resume=True).folder
     assert_same_run(added, whole, beside=("draft_head/",))
+
+
+def test_a_pretrained_head_changes_no_run_and_no_resume(
+    policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_folder(
+        tmp_path / "head",
+        load_model(policy, dtype=torch.float32, device="cpu"),
+        SPECULATORS,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )
+    settings = HEAD | {"rollout__draft_head": {"kind": "eagle3", "path": str(folder)}}
+    train(make_recipe(policy, tmp_path, **settings, train__num_steps=2))
+    resumed = train(make_recipe(policy, tmp_path, **settings), resume=True).folder
+    assert_same_run(resumed, finished(**HEAD | {"rollout__draft_head": None}))
+    assert read_metrics(resumed / "metrics.jsonl")[-1]["engine/head_acceptance_depth_1"] > 0
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="head: there is no such folder"):
+        train(make_recipe(policy, tmp_path / "again", **settings))
 
 
 def test_a_head_that_diverges_stops_the_run_and_names_its_options(policy: Path, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ replayed; with one all tests run on it, as part of `pytest -m gpu`. The slow one
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attention_head_cases import SPECFORGE, make_folder
 from engine_cases import Completions, FakeDrafter, Letters, decode, options, outputs, requests_for
 from fake_cuda import FakeCuda
 from kernel_cases import KERNEL_DEVICE
@@ -18,7 +20,7 @@ from runner_cases import runner_policy
 from test_draft_head import head_engine, make_head
 from test_turns import converse, turn_requests
 
-from srtrl.build import build_runner
+from srtrl.build import add_head, build_runner
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.shapes import LaunchShape
@@ -26,8 +28,10 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.runner import SampledRows, page_bytes_of
+from srtrl.features.attention_head import load_eagle3
 from srtrl.types import Request
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
@@ -147,6 +151,33 @@ def test_drafters_have_the_guesses_of_the_cpu_path(
     assert (metrics["engine/preemptions"] > 0) == ("num_pages" in changes)
     graphs = [key for key in runner_of(pair[0])._graphs._graphs if not isinstance(key, LaunchShape)]
     assert (1 if head else 0) <= len(graphs) <= pair[0].options.slots
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, of the interpreter
+@pytest.mark.parametrize("num_pages", [None, pytest.param(6, marks=pytest.mark.slow)])
+def test_an_attention_head_has_the_guesses_of_the_cpu_path(
+    device: FakeCuda, num_pages: int | None, tmp_path: Path
+) -> None:
+    """Its kernels are launched one by one, beside the graphs of the steps, which keep the states that it reads."""
+    read = {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
+    folder = make_folder(tmp_path, runner_policy(), SPECFORGE, eagle_config=read)
+
+    def engine(place: str) -> Engine:
+        policy = runner_policy().to(place)
+        head = load_eagle3(str(folder), policy)
+        chosen = options(
+            max_sequence_tokens=32, slots=9, draft_budget=4, num_pages=num_pages, state_layers=head.config.reads
+        )
+        runner = build_runner(policy, chosen) if place == "cuda" else CpuRunner(policy, chosen)
+        drafter = add_head(3, NoDrafter(), head, runner, chosen, StepCost(points=((8, 1.0), (64, 1.0))))
+        return Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, runner=runner)
+
+    requests = cuda_requests() if num_pages else cuda_requests(PROMPTS[1:2], max_new_tokens=7)
+    metrics, others = check_rollouts(device, (engine("cuda"), engine("cpu")), requests, times=2 if num_pages else 1)
+    names = [name for name in metrics if "acceptance_depth" in name or name == "engine/head_steps_share"]
+    assert {name: metrics[name] for name in names} == {name: others[name] for name in names}
+    assert metrics["engine/head_acceptance_depth_1"] > 0
+    assert (metrics["engine/preemptions"] > 0) == (num_pages is not None)
 
 
 def test_weights_that_change_in_place_and_weights_that_move(device: FakeCuda) -> None:

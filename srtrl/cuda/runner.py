@@ -20,7 +20,7 @@ from torch import Tensor
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
-from srtrl.cuda.shapes import LaunchShape, ShapePlanner, row_edges
+from srtrl.cuda.shapes import LOGITS_AT_ONCE, LaunchShape, ShapePlanner, row_edges
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, fill_tiles
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
@@ -36,16 +36,13 @@ from srtrl.engine.step_inputs import (
     views_of,
 )
 from srtrl.model.attention import copy_to_device
-from srtrl.model.transformer import Transformer
+from srtrl.model.transformer import LayerStates, Transformer
 from srtrl.types import TopTokens
 
 NO_MOVES = np.empty((0, 3), np.int32)
 
 MAX_STEPS = 512
 """Shapes of steps whose views are kept, some 10 KiB each."""
-
-LOGITS_AT_ONCE = 1024
-"""Rows whose logits exist at the same time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""
 
 FILTERED_AT_ONCE = 64
 """Rows that are sorted at the same time for top-k and top-p: in float32, with indices, they take 0.4 GB."""
@@ -168,7 +165,10 @@ class CudaRunner(Runner):
         self._results = PinnedCopy(2 * (1 + self._num_top) * aligned(largest.step.num_sampled), device)
         self._end = QueueMark(device)
         """End of the step that was launched last."""
-        self.hidden = torch.zeros(largest.step.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
+        num_rows, width = largest.step.num_rows, config.hidden_size
+        self.hidden = torch.zeros(num_rows, width, dtype=self.model.dtype, device=device)
+        self._state_layers = options.state_layers
+        self.states = self.hidden.new_zeros(num_rows if self._state_layers else 0, len(self._state_layers) * width)
         # Tables of its own: the model's are made anew when the update needs longer ones.
         self._rotary = [table.build(self.planner.max_positions, self.model.dtype, device) for table in policy.rotary]
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
@@ -281,6 +281,7 @@ class CudaRunner(Runner):
         It asks the device nothing and allocates nothing whose size depends on data: a graph can hold it.
         """
         move_kv(self.cache, step.num_moves, step.moves)
+        layers, num_rows = self._state_layers, len(step.hidden)
         fused_forward(
             self.model,
             self.cache,
@@ -290,6 +291,7 @@ class CudaRunner(Runner):
             num_splits=step.shape.num_splits,
             scratch=self._attention,
             out=step.hidden,
+            states=LayerStates(layers, self.states[:num_rows]) if layers else None,
         )
         for first in range(0, step.inputs.shape.num_sampled, LOGITS_AT_ONCE):
             rows = slice(first, min(first + LOGITS_AT_ONCE, step.inputs.shape.num_sampled))

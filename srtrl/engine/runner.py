@@ -19,7 +19,7 @@ from srtrl.engine.batch import Batch
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.step_inputs import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
-from srtrl.model.transformer import Transformer
+from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.types import TopTokens
 
 PAGE_SIZE = 16
@@ -186,10 +186,14 @@ class Runner(ABC):
 
 def page_bytes_of(model: Transformer, page_size: int) -> int:
     """Memory of one page of the KV of `model`, all layers, keys and values."""
-    config = model.config
+    return page_bytes(model.config, model.dtype, model.device, page_size)
+
+
+def page_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, page_size: int) -> int:
+    """Memory of one page of the KV of a model of this shape, type and device."""
     num_numbers = config.num_hidden_layers * page_size * config.num_key_value_heads * config.head_dim
-    dtype = torch.promote_types(model.dtype, torch.float32) if model.device.type == "cpu" else model.dtype
-    return 2 * num_numbers * dtype.itemsize
+    kept = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+    return 2 * num_numbers * kept.itemsize
 
 
 def timing_inputs(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int) -> StepInputs:

@@ -10,32 +10,33 @@ Letters as in `attention_head.py`; C sequences that are drafted for, P pages of 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.drafters.base import DrafterBase
-from srtrl.engine.draft_budget import StepCost
-from srtrl.engine.runner import Runner
+from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes
 from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.features.attention_head import AttentionHead, RotaryPositions
 from srtrl.features.draft_head import draft_chains
 from srtrl.features.head_drafter import HeadDrafter
+from srtrl.model.attention import AttentionPlan, copy_to_device
 from srtrl.model.paged_attention import KVCache, PagedPlan, TreeRows
-from srtrl.types import Purpose
 
 
 class AttentionGuesses:
     """The guesses of an attention head, and its entries."""
 
+    token_major = False
+    """Layout of its entries, that of the runner's own cache; see `KVCache`."""
+
     def __init__(self, head: AttentionHead, runner: Runner, *, k: int, slots: int) -> None:
         """For up to `slots` sequences; see `CpuGuesses`."""
         assert k <= runner.page_size, "the guesses of a sequence have one page of their own"
         self.head, self.k, self.slots, self._runner = head, k, slots, runner
-        self.token_ids = head.token_ids
+        self.token_ids, self.device = head.token_ids, head.norm.device
         self.cache: KVCache | None = None
         """Of one layer, with the pages of the runner and after them one for the guesses of each sequence."""
         self._rows: Int64Array = np.empty(0, np.int64)
@@ -45,7 +46,17 @@ class AttentionGuesses:
         self.head.refresh(self._runner.model)
         num_pages = self._runner.num_pages + self.slots
         if self.cache is None or self.cache.key_pages.shape[1] != num_pages:
-            self.cache = new_cache(self.head, self._runner, num_pages)
+            layer, model = self.head.config.layer, self._runner.model
+            self.cache = KVCache(
+                num_layers=1,
+                num_pages=num_pages,
+                page_size=self._runner.page_size,
+                num_kv_heads=layer.num_key_value_heads,
+                head_dim=layer.head_dim,
+                dtype=model.dtype,
+                device=self.device,
+                token_major=self.token_major,
+            )
 
     def add(self, rows: Int64Array, next_tokens: Int32Array) -> None:
         """Compute the entries of rows of the last step [N], from the tokens after them [N]."""
@@ -56,8 +67,7 @@ class AttentionGuesses:
             states = self.head.fuse(self._streams(rows))
             rotary = RotaryPositions(self._on_device(positions), int(positions.max()) + 1)
             keys, values = self.head.keys_values(states, self._on_device(next_tokens), rotary)
-            places = self._on_device(pages), self._on_device(offsets)
-            self._write(*places, keys, values)
+            self._write(self._on_device(pages), self._on_device(offsets), keys, values)
 
     def launch(self, rows: Int64Array, *noise: Any) -> bool:
         """See `CpuGuesses`."""
@@ -86,19 +96,10 @@ class AttentionGuesses:
         """What the head reads of rows of the last step, [N, A D]."""
         return self._runner.states[self._on_device(rows)]
 
-    def _plan(self, pages: Int32Array, positions: Int32Array) -> PagedPlan:
+    def _plan(self, pages: Int32Array, positions: Int32Array) -> AttentionPlan:
         """The plan of one entry of each sequence, at `positions` [C] of its `pages` [C, P]; it is written, too."""
         assert self.cache is not None
-        chains, page_size = np.arange(len(pages), dtype=np.int32), self.cache.page_size
-        arrays = {
-            "token_ids": np.zeros_like(positions),
-            "positions": positions,
-            "kv_indices": pages[chains, positions // page_size] * page_size + positions % page_size,
-            "context_lengths": positions + 1,
-            "row_tables": chains,
-            "ancestors": np.zeros((len(pages), 1), np.int32),
-            "page_tables": pages,
-        }
+        arrays = entry_rows(pages, positions, self.cache.page_size)
         return PagedPlan(self.cache, TreeRows(**{name: torch.from_numpy(array) for name, array in arrays.items()}))
 
     def _write(self, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -108,47 +109,45 @@ class AttentionGuesses:
         self.cache.value_pages[0][pages, :, offsets] = values.to(cached)
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.head.norm.device)
+        return copy_to_device(torch.from_numpy(array.astype(np.int64)), self.device)
 
 
 class AttentionDrafter(HeadDrafter):
-    """Any `DrafterBase`, with an attention head's guesses in its trees; see `HeadDrafter`."""
+    """Any `DrafterBase`, with an attention head's guesses in its trees; see `HeadDrafter`.
+
+    Its engine's runner keeps the states that the head reads.
+    """
 
     reads_states = True
-
-    def __init__(
-        self,
-        inner: DrafterBase,
-        guesses: AttentionGuesses,
-        runner: Runner,
-        *,
-        k: int,
-        slots: int,
-        cost: StepCost | None = None,
-    ) -> None:
-        """See `HeadDrafter`; the runner keeps the states that the head of `guesses` reads."""
-        self._entries = guesses
-        super().__init__(inner, guesses, runner, k=k, slots=slots, cost=cost)
-
-    def begin_rollout(self, purpose: Purpose) -> None:
-        """See `DrafterBase`; no sequence is live."""
-        self._entries.begin()
-        super().begin_rollout(purpose)
+    _guesses: AttentionGuesses
 
     def computed(self, rows: Int64Array, next_tokens: Int32Array) -> None:
         """See `DrafterBase`: the entries of tokens that stay are made of the policy's states."""
-        self._entries.add(rows, next_tokens)
+        self._guesses.add(rows, next_tokens)
 
 
-def new_cache(head: AttentionHead, runner: Runner, num_pages: int) -> KVCache:
-    """Empty entries of a head, in the layout of the runner's own cache."""
-    layer = head.config.layer
-    return KVCache(
-        num_layers=1,
-        num_pages=num_pages,
-        page_size=runner.page_size,
-        num_kv_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        dtype=runner.model.dtype,
-        device=runner.model.device,
-    )
+class DrafterNeeds(NamedTuple):
+    """What a drafter needs of its engine; see the fields of `EngineOptions`."""
+
+    state_layers: tuple[int, ...] = ()
+    page_bytes: int = 0
+
+
+def needs_of(head: AttentionHead) -> DrafterNeeds:
+    """What a drafter with this head needs."""
+    weights = head.norm
+    return DrafterNeeds(head.config.reads, page_bytes(head.config.layer, weights.dtype, weights.device, PAGE_SIZE))
+
+
+def entry_rows(pages: Int32Array, positions: Int32Array, page_size: int) -> dict[str, Int32Array]:
+    """Fields of `TreeRows` for one entry of each sequence, at `positions` [C] of its `pages` [C, P]."""
+    chains = np.arange(len(pages), dtype=np.int32)
+    return {
+        "token_ids": np.zeros_like(positions),
+        "positions": positions,
+        "kv_indices": pages[chains, positions // page_size] * page_size + positions % page_size,
+        "context_lengths": positions + 1,
+        "row_tables": chains,
+        "ancestors": np.zeros((len(pages), 1), np.int32),
+        "page_tables": pages,
+    }

@@ -11,6 +11,7 @@ Letters: N entries, D model width, A layers that are read, L listed tokens; othe
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,7 +209,7 @@ def read_head_config(folder: Path, policy: ModelConfig) -> HeadConfig:
     else:  # speculators and vLLM: the number of layers before it
         first, numbers = 0, fields.get("eagle_aux_hidden_state_layer_ids")
     num_layers = policy.num_hidden_layers
-    reads = (2, num_layers // 2, num_layers - 3) if numbers is None else tuple(number + first for number in numbers)
+    reads = default_reads(num_layers) if numbers is None else tuple(number + first for number in numbers)
     if not reads or not all(0 <= number <= num_layers for number in reads):
         raise ValueError(f"{file}: it reads layers that a policy of {num_layers} layers has not: {numbers or reads}")
     for name, expected in {
@@ -231,6 +232,17 @@ def read_head_config(folder: Path, policy: ModelConfig) -> HeadConfig:
         fields.get("draft_vocab_size") or policy.vocab_size,
         **{name: bool(fields.get(name)) for name in flags},
     )
+
+
+def usual_config(policy: ModelConfig) -> HeadConfig:
+    """Shape of most published heads for such a policy, for plans of memory: its own shape, and 32,000 tokens."""
+    num_listed = min(32_000, policy.vocab_size)
+    return HeadConfig(replace(policy, num_hidden_layers=1), default_reads(policy.num_hidden_layers), num_listed)
+
+
+def default_reads(num_layers: int) -> tuple[int, int, int]:
+    """What heads read whose config does not say it, as EAGLE and SpecForge document it; of a policy of `num_layers`."""
+    return 2, num_layers // 2, num_layers - 3
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:

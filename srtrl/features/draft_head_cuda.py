@@ -72,11 +72,16 @@ class CudaGuesses:
     def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
         """See `CpuGuesses`."""
         self._end.wait()
-        guesses = self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num].transpose(2, 0, 1)
-        tokens, margins = guesses[..., [BEST, SECOND]], guesses[..., 2].copy().view(np.float32)
-        is_refused = np.isnan(margins)
-        tokens[np.logical_or.accumulate(is_refused, axis=1)], margins[is_refused] = REFUSED, np.inf
-        return tokens, margins
+        return read_guesses(self._guesses.host.numpy().reshape(self.k, 3, self._width)[:, :, : self._num])
+
+
+def read_guesses(guesses: Int32Array) -> tuple[Int32Array, npt.NDArray[np.float32]]:
+    """What `draft_chains` returns, of what `rank_listed_triton` has found at each depth, [K, 3, C]."""
+    by_chain = guesses.transpose(2, 0, 1)
+    tokens, margins = by_chain[..., [BEST, SECOND]], by_chain[..., 2].copy().view(np.float32)
+    is_refused = np.isnan(margins)
+    tokens[np.logical_or.accumulate(is_refused, axis=1)], margins[is_refused] = REFUSED, np.inf
+    return tokens, margins
 
 
 def rank_listed_triton(

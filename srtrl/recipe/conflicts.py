@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any
 
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.rollout import MIN_TEMPERATURE
+from srtrl.recipe.rollout import MIN_TEMPERATURE, DraftHeadSection
 from srtrl.recipe.schema import STATIC_ORDERS, ArchitectureSection, Recipe
 
 Conflict = tuple[str, str]
@@ -23,7 +23,6 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
         "an off-policy mode cannot go on from turns of an environment: expected on_policy, whose run-aheads fill the "
         "waits for tools exactly, without another policy's tokens",
     ),
-    ("train.sharding", "model.lora", "with model.lora each rank keeps whole weights: expected ddp"),
     ("train.sharding", "rollout.draft_head", "a draft head learns from whole weights: expected ddp, or no draft head"),
     (
         "train.sharding",
@@ -54,6 +53,16 @@ def _is_divisible(whole: int, part: int | None) -> bool:
 def _needs_ratio(recipe: Recipe) -> bool:
     """Whether a loss without a ratio would see a batch after the policy has changed."""
     return recipe.algorithm.loss == "policy_gradient" and recipe.policy_updates.steps_per_batch > 1
+
+
+def _is_frozen_with_learners_options(head: DraftHeadSection | None) -> bool:
+    """Whether a draft head that does not learn has options of one that does."""
+    default = DraftHeadSection()
+    return (
+        head is not None
+        and head.kind != "recurrent"
+        and (head.vocabulary, head.learning_rate) != (default.vocabulary, default.learning_rate)
+    )
 
 
 def _architecture(recipe: Recipe) -> ArchitectureSection | None:
@@ -129,6 +138,16 @@ RULES: tuple[Rule, ...] = (
         "rollout.dynamic_sampling",
         lambda r: r.rollout.dynamic_sampling and not r.algorithm.filters,
         "replaces the groups that algorithm.filters drop, but it is empty; DAPO uses drop_all_right_or_wrong",
+    ),
+    (
+        "rollout.draft_head.path",
+        lambda r: (head := r.rollout.draft_head) and (head.path is None) == (head.kind == "eagle3"),
+        "a pretrained head has kind eagle3 and a path, any other kind has no path; kind is {rollout.draft_head.kind}",
+    ),
+    (
+        "rollout.draft_head.kind",
+        lambda r: _is_frozen_with_learners_options(r.rollout.draft_head),
+        "a pretrained head does not learn: leave out rollout.draft_head.vocabulary and learning_rate",
     ),
     (
         "rollout.max_draws",

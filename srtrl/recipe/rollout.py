@@ -72,14 +72,19 @@ class EnvironmentSection(Section):
 
 
 class DraftHeadSection(Section):
-    """A small net that drafts from the policy's last hidden state, and learns in the update (docs/speculation.md)."""
+    """A small net that drafts from the policy's hidden states, on any prompt (docs/speculation.md)."""
 
+    kind: Literal["recurrent", "eagle3"] = "recurrent"
+    """`recurrent`: reads the last hidden state, and learns in the update. `eagle3`: a pretrained EAGLE-3 or EAGLE-3.1
+    head, which attends to the whole text, and stays as it is."""
+    path: str | None = None
+    """Kind `eagle3`: the head's folder, or its name on the Hugging Face hub."""
     k: int = Field(default=3, ge=1, le=8)
     """Tokens that it guesses in a row."""
     vocabulary: int = Field(default=16384, ge=2)
-    """Maximum number of tokens that it can guess: those that are most frequent in prompts and responses."""
+    """Kind `recurrent`: maximum number of tokens that it can guess, the most frequent ones of prompts and responses."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Learning rate of its own AdamW."""
+    """Kind `recurrent`: learning rate of its own AdamW."""
 
 
 class RolloutSection(Section):

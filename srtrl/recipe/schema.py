@@ -433,6 +433,8 @@ class Recipe(Section):
         teacher = self.algorithm.teacher
         paths = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer}
         paths["algorithm.teacher.path"] = None if teacher is None else teacher.path
+        head = self.rollout.draft_head
+        paths["rollout.draft_head.path"] = None if head is None else head.path
         return {option: path for option, path in paths.items() if path is not None}
 
     @property

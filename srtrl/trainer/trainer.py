@@ -149,6 +149,8 @@ class Trainer:
             with ranks.synchronized("loading the state of the run"):
                 if self.parts.checkpoint is not None:
                     self.restore(self.parts.checkpoint)
+            with self.parts.policy.resharded():
+                pass  # an optimizer's state may have written the weights, which are gathered anew
             with ranks.synchronized("starting the graders"):
                 stack.enter_context(self.context.grader)
                 stack.enter_context(self.context.turns)
