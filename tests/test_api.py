@@ -259,7 +259,7 @@ def test_slow_rewards_are_named_once(
 
 def answered(completions: list[str], prompts: list[str], wanted: list[int], **columns: list[Any]) -> list[Any]:
     """In the form of TRL: lists, and None where it does not apply."""
-    assert {*columns} == {"answer"}
+    assert not columns
     rows = zip(prompts, completions, wanted, strict=True)
     return [None if number == 0 else number + len(text) * prompt.endswith("=") for prompt, text, number in rows]
 
@@ -272,6 +272,12 @@ def test_a_reward_in_the_form_of_trl_is_taken_as_it_is(recipe: dict[str, Any]) -
     assert [row["reward"] for row in rows] == [
         number and number + len(row["text"]) for row in rows for number in [wanted[row["prompt"]]]
     ]
+
+    def compares(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(one in text) for text, one in zip(completions, answer, strict=True)]
+
+    with pytest.raises(ValueError, match=r"before the run began: .*missing 1 required positional argument: 'answer'"):
+        srtrl.train(recipe, {"name": "other"}, rewards=compares, rows=ROWS)
 
 
 def test_the_result_has_the_figures_of_the_run(recipe: dict[str, Any]) -> None:

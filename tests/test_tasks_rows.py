@@ -93,6 +93,10 @@ def test_rewards_see_the_whole_row(tmp_path: Path) -> None:
     assert [one.prompt_id for one in task.train_prompts[1:]] == ["8", "9.5", "1" + "0" * 400]
     assert task.eval_prompts == []
     assert task.load_report == {"train/rows": 4, "train/malformed": 0, "train/overlong": 0}
+    assert (
+        load_rows(tmp_path, {"prompt": "Hi?", "target": 7}, row | {"prompt": "Hi?"}).load_report["train/without_answer"]
+        == 1
+    )
     with pytest.raises(ValueError, match=r"^a has no solution: this task has none"):
         task.solution(prompt)
 

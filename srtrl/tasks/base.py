@@ -48,7 +48,8 @@ class TaskBase:
     grader_class: type[Any] | None = None
     """In place of `srtrl.tasks.grading:Grader`, a subclass of it."""
     load_report: Mapping[str, int] = MappingProxyType({})
-    """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
+    """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`
+    and `train/without_answer`."""
 
     def __init__(self, options: Any, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> None:
         """Load the prompts of at most so many tokens; ValueError for what is wrong with the data."""

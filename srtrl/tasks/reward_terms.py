@@ -99,7 +99,11 @@ def call_in_columns(
     Returns:
         The rewards; 0.0 in place of None.
     """
-    rows = [{"answer": one.prompt.answer, "prompt": one.prompt.text, **one.prompt.metadata} for one in samples]
+    answers = [{"answer": one.prompt.answer} if one.prompt.answer else {} for one in samples]
+    rows = [
+        {**answer, "prompt": one.prompt.text, **one.prompt.metadata}
+        for answer, one in zip(answers, samples, strict=True)
+    ]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
     columns["completions"] = [
         [{"role": "assistant", "content": sample.text}] if isinstance(prompt, list) else sample.text

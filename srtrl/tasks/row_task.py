@@ -149,6 +149,8 @@ class RowTask(TaskBase, Generic[OptionsT]):
         tokenised = tokenise(tokenizer, short, add_special_tokens=not conversations)
         fitting = [prompt for prompt in tokenised if len(prompt.token_ids) <= max_prompt_tokens]
         counts["overlong"] = len(prompts) - len(fitting)
+        if num_without := sum(not prompt.answer for prompt in fitting):
+            counts["without_answer"] = num_without
         self.load_report |= {f"{split}/{name}": count for name, count in counts.items()}
         if counts["overlong"]:
             kept = {prompt.prompt_id for prompt in fitting}
