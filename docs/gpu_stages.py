@@ -499,9 +499,10 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int, *others: str) -> 
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.published_shapes import SHAPES
     from srtrl.model.weights import init_model
-    from srtrl.planner import DEFAULT_GPU_GIB, MAX_SHARE, find_config
+    from srtrl.planner import MAX_SHARE, find_config
     from srtrl.recipe.file import load_recipe
     from srtrl.run.checkpoint import save_policy
+    from srtrl.run.estimate import DEFAULT_GPU_GIB
 
     changes = [
         *others,

@@ -19,7 +19,7 @@ from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.kv_memory import GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
+from srtrl.engine.kv_memory import CPU_SLOTS, GRAPH_BYTES, choose_slots, free_bytes, kv_bytes
 from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
@@ -36,7 +36,7 @@ from srtrl.features.sharing import SeveralRanks
 from srtrl.features.teacher import teach
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import end_token_ids, load_tokenizer
-from srtrl.ranks.sharding import unshard
+from srtrl.ranks.sharding import resharded_after, unshard
 from srtrl.recipe.conflicts import find_conflicts
 from srtrl.recipe.file import Problem, RecipeError, validate_section
 from srtrl.recipe.schema import STATIC_ORDERS, Recipe
@@ -67,8 +67,6 @@ from srtrl.build_models import Models, load_models
 
 logger = logging.getLogger(__name__)
 
-CPU_SLOTS = 64
-"""`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens computed in one decode step at most, by type of device."""
 
@@ -203,10 +201,12 @@ def build_columns(recipe: Recipe, models: Models) -> list[Column]:
     """Numbers that passes compute before credit is assigned: log-probs of reference, teacher and policy, and values."""
     columns, temperature = [], recipe.rollout.temperature
     if models.reference is not None:
-        base_weights = models.optimizer.base_weights
-        columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, base_weights))
+        is_policy = models.reference is models.policy  # with LoRA
+        around = models.optimizer.base_weights if is_policy else partial(resharded_after, models.reference)
+        columns.append(logprobs_column("reference", "ref_logprobs", models.reference, temperature, around))
     if models.teacher is not None:
-        columns.append(logprobs_column("teacher", "teacher_logprobs", models.teacher, temperature))
+        around = partial(resharded_after, models.teacher)
+        columns.append(logprobs_column("teacher", "teacher_logprobs", models.teacher, temperature, around))
     if recipe.algorithm.old_logprobs == "recompute":
         columns.append(logprobs_column("old_logprobs", "old_logprobs", models.policy, temperature))
     if models.critic is not None:

@@ -127,8 +127,8 @@ def make_optimizer(
     options: dict[str, Any] = {"weight_decay": weight_decay, "betas": recipe.train.betas}
     if lora is None:
         return build_optimizer(model, learning_rate=learning_rate, **options)
-    base = base_name(recipe.model.path)
-    optimizer = LoraAdamW(body, lora, seed=recipe.seed, base=base, lr=learning_rate, **options)
+    options |= {"seed": recipe.seed, "base": base_name(recipe.model.path), "dtype": DTYPES[recipe.model.dtype]}
+    optimizer = LoraAdamW(body, lora, lr=learning_rate, **options)
     if (folder := find_adapter(recipe.model.path)) is not None:
         optimizer.start_from(read_adapter(folder))
     return optimizer

@@ -20,6 +20,7 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
+from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
@@ -161,11 +162,11 @@ def train(
         for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
             line = textwrap.fill(f"{name + ':':<34} {figure}", 78, subsequent_indent=" " * 35)
             Console(soft_wrap=True).print(styled(line))
-        again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
+        again = shlex.join(["srtrl", "train", str(shown_path(result.folder)), "--resume"])
         if result.interrupted:
             print(f"interrupted after step {result.num_steps}; to resume: {again}")
         else:
-            print(f"the run is in {result.folder}")
+            print(f"the run is in {shown_path(result.folder)}")
             from srtrl.report.page import write_report
 
             try:
@@ -235,17 +236,22 @@ def show_config(
     ] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="With --check: also print the recipe.")] = False,
     gpu: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=1, max=1e5, metavar="GIB", help="With --check: memory of the GPU; by default this machine's, else 80."
+            metavar="GIB",
+            help="With --check: memory of the GPU, or its name (a100, h100, h200, b200); by default this machine's, "
+            "else 80.",
         ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=4096, metavar="N", help="With --check: GPUs that share a step.")
     ] = None,
     help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
 ) -> None:
     """Print a recipe with all values filled in.
 
     These are its own, defaults and overrides. With --check, what is computed of a run in place of them: its time, its
-    disk, the memory of a training step on one GPU, and what to change if it does not fit; the last line is the verdict.
+    disk, the memory of a step on each GPU, and what to change if it does not fit; the last line is the verdict.
     With --help-fields: print every field and its meaning.
     """
     if help_fields:
@@ -253,8 +259,8 @@ def show_config(
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
-    if (gpu is not None or as_yaml) and not check:
-        raise ValueError("--gpu and --yaml need --check")
+    if (gpu is not None or gpus is not None or as_yaml) and not check:
+        raise ValueError("--gpu, --gpus and --yaml need --check")
     source = read_source(recipe, overrides or ())
     resolved = build_recipe(source)
     if check:
@@ -265,14 +271,9 @@ def show_config(
         print(text)
     if not check:
         return
-    from srtrl.model.cpu_threads import num_cores
-    from srtrl.planner import describe_memory
-    from srtrl.run.estimate import describe_cost
-    from srtrl.run.machine import choose_device
+    from srtrl.planner import describe_plan
 
-    on_cpu = gpu is None and choose_device(resolved).type == "cpu"
-    lines = [*describe_cost(resolved, (resolved.num_threads or num_cores()) if on_cpu else None)]
-    lines += describe_memory(resolved, gpu)
+    lines = [*describe_plan(resolved, gpu, gpus)]
     print(*(f"# {line}" if as_yaml else line for line in lines), sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 

@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def shown_path(path: Path) -> Path:
+    """The path as people read it: from the current folder if it is in there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def temporary_beside(path: Path) -> Path:
     """A new name beside `path` for what is being written or deleted; see `is_temporary`."""
     return path.with_name(f".srtrl_{secrets.token_hex(8)}")  # `tempfile` would make it readable for its owner only

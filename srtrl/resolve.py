@@ -250,6 +250,8 @@ def _import_user_defined(name: str) -> ModuleType:
         reason = f"{describe_error(caught.error)}; looked in {folder} and sys.path"
         if module_name.partition(".")[0] == FROM_PYTHON:
             reason = "it was given to srtrl.train: continue from Python, or write it into a file and begin a new run"
+        elif module_name.endswith(".py"):
+            reason = f"write the name of the module, without .py: {module_name.removesuffix('.py')}:{attribute}"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
     restore_process(module_name)
     return sys.modules[module_name]

@@ -208,7 +208,7 @@ class Grade:
     detail: str = ""
     """For failures: what happened (shown in the log)."""
     token_rewards: tuple[float, ...] | None = None
-    """[R], the weighted sum on each sampled token; None where each reward is one number: then all is on the last."""
+    """[R], the weighted sum on each sampled token; None if each reward is one number: then all is on the last."""
 
     @property
     def is_graded(self) -> bool:
@@ -235,7 +235,7 @@ class SampledTurn:
     observations: tuple[str, ...] = ()
     """Texts of the environment that follow it."""
     reward: float = 0.0
-    """The reward of the environment's step; NaN where it exceeded its time limit."""
+    """The reward of the environment's step; NaN if it exceeded its time limit."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -102,6 +102,7 @@ def test_resume_finds_a_run_by_its_name(
     near = "mien: cannot read the recipe: No such file or directory, did you mean `mine`?"
     assert near in run("train", "mien", "--resume").stderr
     assert "its recipe is runs/mine/recipe.yaml" in run("train", "mine").stderr
+    assert "mine: no such folder; did you mean runs/mine?" in run("report", "mine").stderr
 
 
 def test_interrupts_and_errors_of_the_system_are_one_line_and_bugs_a_traceback(

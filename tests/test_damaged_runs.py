@@ -236,11 +236,19 @@ CHANGES: list[tuple[str, str, dict[str, float | None]]] = [
 
 @pytest.mark.parametrize(("change", "line", "metrics"), CHANGES)
 def test_a_change_on_resume_holds_from_there_on(
-    change: str, line: str, metrics: dict[str, float | None], run: Path, finished: Callable[[], Path]
+    change: str,
+    line: str,
+    metrics: dict[str, float | None],
+    run: Path,
+    finished: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(run.parent)
     result = call("train", run, "--resume", "--checkpoint", 2, change)
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"resuming: {line}" in result.stdout
+    assert f"resuming {run.name} after step 2 of " in result.stdout
+    assert f"the run is in {run.name}\n" in result.stdout
     assert learned_rows(run)[:3] == learned_rows(finished())[:3]
     assert {name: learned_rows(run)[-1].get(name) for name in metrics} == metrics
     expected = load_recipe(finished() / "recipe.yaml", [change, f"output_dir={run.parent}"])
@@ -254,7 +262,8 @@ def test_what_a_resume_refuses(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
         return result.stderr
 
-    assert re.search(r"run/recipe.yaml:\d+: seed: the run has 7, now 8", refused("seed=8"))
+    monkeypatch.chdir(run.parent)
+    assert re.search(r"^  run/recipe.yaml:\d+: seed: the run has 7, now 8", refused("seed=8"), re.MULTILINE)
     assert "4 are done; --checkpoint resumes from an earlier" in refused("train.num_steps=3")
     assert "has no step_000003; there: step_000002, step_000004" in refused("--checkpoint", 3)
 

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from drafter_cases import decode, propose, request, run, start
 from hypothesis import example, given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from plain_kernels import uniform_noise
 
 from srtrl.drafters.srt import Drafter, SrtOptions
-from srtrl.drafters.trust import POWER, REACHED, make_trust
+from srtrl.drafters.trust import POWER, REACHED, load_trust, make_trust, save_trust
 from srtrl.model.noise import make_rng_key
 from srtrl.types import TopTokens
 
@@ -129,3 +130,13 @@ def test_what_any_sample_teaches_can_be_saved_and_read(text: list[int], rng_key:
     with TemporaryDirectory() as folder:
         drafter.save(Path(folder))
         Drafter().load(Path(folder))
+
+
+def test_trust_of_another_version_is_refused_with_advice(tmp_path: Path) -> None:
+    file = tmp_path / "trust.json"
+    assert load_trust(file) == {}
+    save_trust(file, {"train": make_trust()})
+    assert (load_trust(file)["train"] == make_trust()).all()
+    save_trust(file, {"train": make_trust()[1:]})
+    with pytest.raises(ValueError, match=f"trust of drafts; begin a new run .* name=OTHER model.path={tmp_path}$"):
+        load_trust(file)

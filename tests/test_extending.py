@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
+from task_cases import sample_of
 from tiny_run import learned_rows, make_policy, make_recipe
 
 from srtrl import train
@@ -23,6 +24,7 @@ from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.steps import checkpoint_name
 from srtrl.tasks.base import load_task
+from srtrl.types import segment_slices
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = (DOCS / "extending.md").read_text(encoding="utf-8")
@@ -66,7 +68,7 @@ def recipe_of(command: str, path: Path) -> Recipe:
 
 def test_every_command_of_the_page_passes_the_checks(recipe_file: Path) -> None:
     trained = [command for command in COMMANDS if command.startswith("srtrl train")]
-    assert len(trained) == 12
+    assert len(trained) == 14
     for command in trained:
         assert re.search(rf"my_fork\.|(?:{'|'.join(FILES)}):", dump_recipe(recipe_of(command, recipe_file))), command
 
@@ -117,10 +119,49 @@ def test_a_coroutine_reward_is_awaited_and_a_token_level_advantage_is_learned_fr
     assert row["grad_norm"] > 0
 
 
+def test_a_process_reward_is_on_the_ends_of_lines_and_learned_from(recipe_file: Path) -> None:
+    _, [row] = trained(recipe_file, "name=process")
+    assert row["reward/process"] == 0, "noise is no sum"
+    assert "grad_norm" in row
+    process = sys.modules["my_fork.process"]
+    texts = {"1+2=3\nso 17 + 25 = 42": {5: 1, 20: 1}, "2+2=5\n\n9+9=18\nend": {5: -1, 13: 1}, "no": {}}
+    for text, expected in texts.items():
+        rewards = process.process(sample_of(text, len(text)))
+        assert {index: value for index, value in enumerate(rewards) if value} == expected
+        assert len(rewards) == len(text)
+    rewards = torch.tensor([[0.0, 1, 1], [2, 0, 0], [5, 0, 0]]).double()
+    mask = torch.tensor([[True] * 3, [True, False, False], [True, True, False]])
+    options = {"group_index": torch.tensor([0, 0, 1]), "gamma": 1.0, "lam": 1.0}
+    found = process.to_come(rewards, rewards, mask, **options)
+    assert found.tolist() == [[0, 1, 0.5], [0, 0, 0], [0, 0, 0]]
+
+
+def test_a_judge_of_each_turn_is_learned_from(folder: Path, recipe_file: Path) -> None:
+    """Its number stands on the last token of each turn, which no observation has.
+
+    Noise has few words: here they are enough.
+    """
+    judge = folder / "my_fork" / "judge.py"
+    judge.write_text(judge.read_text().replace("> 3", "> 0"))
+    lengths = "rollout.max_prompt_tokens=100 rollout.max_new_tokens=28 'rollout.stop_strings=[a, e, i, o, u, y]'"
+    run, [row] = trained(recipe_file, "name=judged_turns", f"train.num_steps=1 {lengths}")
+    assert row["grad_norm"] > 0
+    table = pyarrow.parquet.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()
+    judged = [sample for sample in table if sample["token_rewards"] is not None]
+    assert judged
+    for sample in judged:
+        segments = list(segment_slices([*zip(sample["segment_kinds"], sample["segment_lengths"], strict=True)]))
+        ends = {part.stop - 1 for kind, part in segments if kind == "model"}
+        found = {index for index, value in enumerate(sample["token_rewards"]) if value}
+        assert found <= ends
+        assert sample["reward_judge_turns"] <= sample["num_turns"]
+    assert any(len([value for value in sample["token_rewards"] if value]) > 1 for sample in judged)
+
+
 def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
     drafter = "rollout.draft_budget=3 train.num_steps=2"
     _, rows = trained(recipe_file, "drafter=drafter:Drafter", drafter)
-    assert 1.5 < rows[-1]["engine/verified_per_decode_step"] <= 4
+    assert 1.2 < rows[-1]["engine/verified_per_decode_step"] <= 4
     _, expected = trained(recipe_file, "drafter=drafter:Drafter", f"{drafter} rollout.drafter=none name=none")
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 

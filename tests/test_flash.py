@@ -28,7 +28,7 @@ from srtrl.cuda.flash import choose_flash, use_flash
 from srtrl.model.attention import PackedPlan, check_packed_attention, varlen_attention
 from srtrl.model.transformer import LayerKind, ModelConfig
 from srtrl.model.weights import read_config
-from srtrl.planner import describe_memory
+from srtrl.planner import describe_plan
 from srtrl.run.machine import describe_machine
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
@@ -204,7 +204,7 @@ def test_one_that_cannot_be_imported_is_refused(config: ModelConfig, monkeypatch
 def test_a_run_takes_it_and_its_record_and_check_name_it(setting: str, expected: str, tmp_path: Path) -> None:
     policy = make_policy(tmp_path / "policy", num_hidden_layers=1)
     recipe = make_recipe(policy, tmp_path, device="cuda", model__dtype="bfloat16", train__attention=setting)
-    lines = "\n".join(describe_memory(recipe, None))
+    lines = "\n".join(describe_plan(recipe, None, None))
     assert f"attention of the update: {expected}\n" in lines
     make_policy_optimizer(build_policy(recipe, str(policy), CUDA), recipe)
     assert f"fake, attention {expected}, torch " in describe_machine(CUDA, "bfloat16")

@@ -59,6 +59,7 @@ LAYERS = (
     ("cuda",),
     ("features",),
     ("build_models",),
+    ("meta_update",),
     ("build",),
     ("checks", "planner"),
     ("evaluation", "report", "bench"),

@@ -214,13 +214,13 @@ DEFAULT = {
     ("spec_rl", "two ranks"),
     ("lora", "killed in the update"),
     ("teacher", "killed in the update"),
-    ("teacher", "two sharded ranks"),
     ("head", "no drafts"),
     ("mixture", "every run-ahead"),
     ("mixture", "killed in the rollout"),
     ("skip_silent", "every run-ahead"),
     ("skip_silent", "killed in the rollout"),
     ("ppo", "two sharded ranks"),
+    ("lora", "two sharded ranks"),
 }
 ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LIMITS, ("uneven", "dynamic")),
@@ -228,7 +228,7 @@ ALONE: dict[str, tuple[str, ...]] = {
     "a draft head": tuple(RECIPES.keys() - {"head"}),
     "more evaluation and logging": ("uneven", "dapo"),  # rewards of others draw from the global generator
     "two ranks": tuple(RECIPES.keys() - {"mixture"}),  # test_mixture.py
-    "two sharded ranks": tuple(RECIPES.keys() - {"lora", "head", "mixture"}),
+    "two sharded ranks": tuple(RECIPES.keys() - {"head", "mixture"}),
 }
 """Disturbances of these recipes alone."""
 
@@ -325,6 +325,20 @@ def test_several_ranks_learn_what_one_process_learns(
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     if "off_policy/stale_share" in last:
         assert last["off_policy/stale_share"] > 0
+
+
+@FORKED
+@pytest.mark.parametrize("counts", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_lora_resumes_sharded_or_not(
+    counts: tuple[int, int], policy: Path, finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The reference is the policy with the weights W0, of which each rank has a part."""
+    changes = {**SHORT, "model__lora": {"rank": 4}, "eval__before_and_after": False}
+    for num_steps, count in enumerate(counts, start=1):
+        steps = {"train__num_steps": num_steps, "train__sharding": "fsdp2" if count > 1 else "ddp"}
+        recipe = make_recipe(policy, tmp_path, **changes | steps)
+        assert [one.exitcode for one in train_on_ranks(recipe, count, resume=num_steps > 1)] == [0] * count
+    assert_close_runs(tmp_path / "run", finished(**changes), tolerance=1e-5)
 
 
 # --- Other kills ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from runner_cases import cuda_runner, runner_policy
 from typer.testing import CliRunner
 
-from srtrl import planner
+from srtrl import meta_update, planner
 from srtrl.build import number_of_slots
 from srtrl.cli import app
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES
@@ -139,8 +139,8 @@ def test_a_few_layers_tell_the_activations_of_all(options: dict[str, Any]) -> No
     section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
     for num_layers in (6, 7):
         config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=num_layers)
-        found = planner._activation_bytes(config, section.model_dump_json(), 9000, 12_000)
-        assert found == planner._peak_bytes(config, section, 9000, 12_000)
+        found = meta_update.activation_bytes(config, section.model_dump_json(), 9000, 12_000)
+        assert found == meta_update.peak_bytes(config, section, 9000, 12_000)
 
 
 @pytest.mark.parametrize("vocab_size", [5_000, 50_000])

@@ -258,7 +258,7 @@ def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
     # 6 7 7 7 takes two steps (7; 7 and 7), 4 3 one.
     assert (found["num_samples"], found["steps"], found["steps_without_drafts"]) == (2, 3, 4)
     table = run("replay", rows_file, "--drafter", "none").stdout
-    assert "rows.jsonl with none, at most 16 nodes per draft, 0 as history" in table
+    assert "rows.jsonl with none, at most 16 nodes per draft, no sample known before" in table
     figures = dict(re.findall(r"^\| (\D+?) +\| +(\d\S*) \|$", table, re.MULTILINE))
     assert len(figures) == 6
     assert figures["decode steps, one prompt at a time"] == figures["decode steps without drafts"] == "4"

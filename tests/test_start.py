@@ -15,8 +15,9 @@ from test_weights import FIELDS
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from srtrl.build import CPU_SLOTS, number_of_slots
+from srtrl.build import number_of_slots
 from srtrl.cli import app
+from srtrl.engine.kv_memory import CPU_SLOTS
 from srtrl.generation import generate
 from srtrl.model import cpu_threads, hf_config
 from srtrl.model.cpu_threads import set_cpu_threads

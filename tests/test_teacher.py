@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rank_cases import FORKED
+from rank_runs import assert_close_runs, train_on_ranks
 from tiny_run import assert_same_run, make_policy, make_recipe, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -95,6 +97,19 @@ def test_alone_it_equals_a_program_without_it(policy: Path, teacher: Path, tmp_p
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows[0]["teacher/gap"] > 0
     assert rows[0]["grad_norm"] > 0
+
+
+@FORKED
+@pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_larger_teacher_on_two_ranks(sharding: str, policy: Path, tmp_path: Path) -> None:
+    """Of another depth and width than the policy."""
+    larger = make_policy(tmp_path / "larger", seed=6, num_hidden_layers=3, hidden_size=64)
+    changes = {**QUICK, "rewards": ALONE, "algorithm": {"teacher": {"path": str(larger)}}, "train__learning_rate": 1e-4}
+    one = train(make_recipe(policy, tmp_path / "one", **changes)).folder
+    recipe = make_recipe(policy, tmp_path, **changes, train__sharding=sharding)
+    assert [process.exitcode for process in train_on_ranks(recipe, 2)] == [0, 0]
+    assert_close_runs(tmp_path / "run", one, tolerance=1e-5)
+    assert read_metrics(one / "metrics.jsonl")[0]["teacher/gap"] > 0.01
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(policy: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import fsum
 from pathlib import Path
@@ -46,7 +46,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "tensor": lambda n: torch.arange(n) / 4,
 }
 FITS = "one number, or one for each of the {n} sampled tokens of a sample of prompt `{p}`; it returned {m} numbers"
-AT_LAST = "at index {m} of {n} sampled tokens of a sample of prompt `{p}`: .* a finite number"
+AT_LAST = "` at index {m} of {n} sampled tokens of a sample of prompt `{p}`: .* a finite number"
 WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
     "short": (lambda n: [0.5] * (n - 1), FITS),
     "nan": (lambda n: [0.0] * (n - 1) + [float("nan")], AT_LAST + ".* nan"),
@@ -57,23 +57,25 @@ WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def here(sample: RewardInput, *, kind: str) -> Any:
+def here(sample: RewardInput) -> Any:
+    """What the prompt's answer names."""
+    kind = sample.prompt.answer
     return (VALUES[kind] if kind in VALUES else WRONG[kind][0])(sample.num_tokens)
 
 
 @isolated
-def apart(sample: RewardInput, *, kind: str) -> Any:
-    return here(sample, kind=kind)
+def apart(sample: RewardInput) -> Any:
+    return here(sample)
 
 
 @batched
-def together(samples: list[RewardInput], *, kind: str) -> Any:
-    return [here(sample, kind=kind) for sample in samples]
+def together(samples: list[RewardInput]) -> Any:
+    return [here(sample) for sample in samples]
 
 
-async def awaited(sample: RewardInput, *, kind: str) -> Any:
+async def awaited(sample: RewardInput) -> Any:
     await asyncio.sleep(0)
-    return here(sample, kind=kind)
+    return here(sample)
 
 
 def quarter(sample: RewardInput) -> float:
@@ -91,16 +93,19 @@ def lines_apart(sample: RewardInput) -> list[float]:
     return [min(pair) for pair in zip(lines(sample), lines(sample), strict=True)]
 
 
-def section(name: str, weight: float = 1.0, **options: Any) -> RewardSection:
-    return RewardSection(name=f"{__name__}:{name}", weight=weight, options=options)
+def section(name: str, weight: float = 1.0) -> RewardSection:
+    return RewardSection(name=f"{__name__}:{name}", weight=weight)
 
 
-def grades_of(*rewards: RewardSection, lengths: Sequence[int] = (len(TOKEN_IDS),)) -> list[Grade]:
+def grader_of(*rewards: RewardSection) -> Grader:
+    return Grader(Rows(None), rewards, GradingSection(num_workers=1), 100)
+
+
+def grades_of(grader: Grader, *lengths: int, kind: str = "") -> list[Grade]:
     """Of samples with so many of the tokens of `TEXT`."""
-    grading = GradingSection(num_workers=1)
-    with Grader(Rows(None), rewards, grading, 100) as grader, OneTurn(TOKENIZER) as turns:
+    with OneTurn(TOKENIZER) as turns:
         tickets = [
-            grader.submit(prompt_of("a", index), TEXT, "stop", n, token_ids=TOKEN_IDS[:n], texts_of=turns.texts_of)
+            grader.submit(prompt_of(kind, index), TEXT, "stop", n, token_ids=TOKEN_IDS[:n], texts_of=turns.texts_of)
             for index, n in enumerate(lengths)
         ]
         return grader.collect(tickets)
@@ -113,42 +118,47 @@ def grades_of(*rewards: RewardSection, lengths: Sequence[int] = (len(TOKEN_IDS),
 def test_a_list_has_a_number_for_each_token_or_is_an_error(function: str, caplog: pytest.LogCaptureFixture) -> None:
     """An error names the reward and both lengths, the log the prompt. A single number stands on the last token."""
     lengths = [len(TOKEN_IDS), 2]
-    for kind, values in VALUES.items():
-        grades = grades_of(section(function, -2.0, kind=kind), section("quarter"), lengths=lengths)
+    with grader_of(section(function, weight=-2.0), section("quarter")) as grader:
+        given = {kind: grades_of(grader, *lengths, kind=kind) for kind in VALUES}
+        failed, logged = {}, []
+        for kind in WRONG:
+            caplog.clear()
+            failed[kind] = grades_of(grader, *lengths, kind=kind)
+            logged += [line.partition(" grading")[0] for line in caplog.messages]
+    for kind, grades in given.items():
         for grade, n in zip(grades, lengths, strict=True):
-            expected = [float(value) for value in values(n)]
-            assert grade.parts == {function: fsum(expected), "quarter": 0.25}
+            values = [float(value) for value in VALUES[kind](n)]
+            assert grade.parts == {function: fsum(values), "quarter": 0.25}
             assert grade.reward == -2.0 * grade.parts[function] + 0.25
-            expected = [-2.0 * value for value in expected]
-            assert grade.token_rewards == (*expected[:-1], expected[-1] + 0.25)
-    for kind, (_, message) in WRONG.items():
-        caplog.clear()
-        grades = grades_of(section(function, kind=kind), section("quarter"), lengths=lengths)
+            weighted = [-2.0 * value for value in values]
+            assert grade.token_rewards == (*weighted[:-1], weighted[-1] + 0.25)
+    for kind, grades in failed.items():
         for index, grade in enumerate(grades):
             assert (grade.outcome, grade.reward, grade.token_rewards) == ("error", 0.0, None)
             at_fault = index * int(function != "together")  # a call for all samples fails for all
             n = lengths[at_fault]
-            pattern = f"reward `{function}`.*" + message.format(n=n, m=n - 1, p=f"p{at_fault}")
+            pattern = f"reward `{function}.*" + WRONG[kind][1].format(n=n, m=n - 1, p=f"p{at_fault}")
             assert re.search(pattern, grade.detail), grade.detail
-        logged = [line.partition(" grading")[0] for line in caplog.messages]
-        assert logged == ["prompt p0:"]
         group = make_group(0, ["wrong"] * 2)
         samples = [replace(it, grade=grade) for it, grade in zip(group.rollouts, grades, strict=True)]
         with pytest.raises(ValueError, match=r"^step 3: none of the 2 samples could be graded, all for the same"):
             check_not_all_failed([replace(group, rollouts=samples)], "step 3")
+    assert logged == ["prompt p0:"] * len(WRONG), "each reason once"
 
 
 def test_single_numbers_are_as_before() -> None:
-    [grade] = grades_of(section("quarter", weight=3.0))
+    with grader_of(section("quarter", weight=3.0)) as grader:
+        [grade] = grades_of(grader, 3)
     assert grade == Grade(reward=0.75, parts={"quarter": 0.25}, outcome="graded")
     assert grade.token_rewards is None
 
 
-@pytest.mark.parametrize("function", ["lines", "lines_apart"])
-def test_a_reward_reads_the_texts_of_tokens_also_in_a_worker(function: str) -> None:
-    [grade] = grades_of(section(function))
-    assert grade.token_rewards == tuple(float("\n" in TOKENIZER.decode([token])) for token in TOKEN_IDS)
-    assert grade.reward == TEXT.count("\n")
+def test_a_reward_reads_the_texts_of_tokens_also_in_a_worker() -> None:
+    with grader_of(section("lines"), section("lines_apart", weight=2.0)) as grader:
+        grades = grades_of(grader, len(TOKEN_IDS), len(TOKEN_IDS))
+    for grade in grades:
+        assert grade.token_rewards == tuple(3.0 * ("\n" in TOKENIZER.decode([token])) for token in TOKEN_IDS)
+        assert grade.reward == 3.0 * TEXT.count("\n")
 
 
 def words_tokenizer() -> PreTrainedTokenizerBase:
@@ -206,7 +216,7 @@ def test_a_reward_of_each_step_stands_on_the_last_token_of_its_turn() -> None:
         assert shown == [("first", "after 0", 0.5), ("in two", "after 1", 1.0), ("x", "", 1.5)]
         of_turns: dict[str, Any] = {"token_ids": token_ids, "turns": conversation.turns, "texts_of": turns.texts_of}
         sections = [RewardSection(name="environment", weight=2.0), section("last_turn_paid")]
-        with Grader(Rows(None), sections, GradingSection(), 100) as grader:
+        with grader_of(*sections) as grader:
             ticket = grader.submit(prompt_of("a"), conversation.policy_text, "stop", len(token_ids), **of_turns)
             [grade] = grader.collect([ticket])
         assert "".join(ticket.sample.token_texts) == "firstin twox"
@@ -215,7 +225,7 @@ def test_a_reward_of_each_step_stands_on_the_last_token_of_its_turn() -> None:
     assert grade.token_rewards == tuple(expected)
     assert (grade.reward, grade.parts) == (7.0, {"environment": 3.0, "last_turn_paid": 1.0})
     last_alone = [replace(turn, reward=turn.reward * (turn.text == "x")) for turn in conversation.turns]
-    with Grader(Rows(None), sections[:1], GradingSection(), 100) as grader:
+    with grader_of(*sections[:1]) as grader:
         ticket = grader.submit(prompt_of("a"), "", "stop", len(token_ids), **of_turns | {"turns": last_alone})
         assert grader.collect([ticket]) == [Grade(reward=3.0, parts={"environment": 1.5}, outcome="graded")]
 
@@ -244,6 +254,7 @@ def test_token_level_advantages_read_each_token_and_others_the_sum() -> None:
         credit = CreditAssigner(recipe).assign_credit([group], train_sequences([group]))
         found = [sequence.advantages.tolist() for sequence in credit.sequences]
         assert found == [np.array(row, np.float32).tolist() for row in rows], name
+    assert list(credit.advantages.values()) == [0.6, 0.6, 0.6, 1.0], "of `total`, in float64"
 
 
 def by_token(sample: RewardInput) -> list[float]:

@@ -342,6 +342,7 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
     lines = [
         "step 1/5  reward 0.000  9.0 s",
         "step 2/5  reward 0.125 ▁█  9.0 s  4:30 left",
+        "  rewards here are means of up to 10 steps; each step's is in metrics.jsonl",
         "step 4/5  reward 0.375 ▁▃▅█  9.0 s  0:30 left",
         "  nothing learned: all advantages are 0",
         "step 5/5  reward 0.500 ▁▂▄▆█  9.0 s",
@@ -450,7 +451,8 @@ def test_figures_of_a_run_and_its_steps_for_people() -> None:
     }
     assert never_paid == {"tokens per decode step": "1.00 (1 without drafts)"}
     assert "training reward, first to last" in headline(run_figures(steps[:1]))
-    assert headline(run_figures([])) == run_figures([])
+    assert headline(run_figures([])) == {"time of all stages": "0 min 0 s"}
+    assert headline(run_figures(rows))["time of all stages"] == "2 h 0 min"
 
 
 # --- Parts that are plain functions -----------------------------------------------------------------------------------

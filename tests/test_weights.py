@@ -156,8 +156,8 @@ def test_bundled_models_and_hub_names_are_found_or_refused(
     assert _load(Path("someone/model")).config == read_config(folder)
     assert download.call_args.args == ("someone/model",)
     assert "*.bin" not in download.call_args.kwargs["allow_patterns"]
-    download.side_effect = LocalEntryNotFoundError("no connection")
-    with pytest.raises(ValueError, match=r"someone/other: not a local folder.*no connection"):
+    download.side_effect = LocalEntryNotFoundError("no connection\nAdvice of the hub")
+    with pytest.raises(ValueError, match=r"someone/other: not a local folder.*no connection\)$"):
         read_config("someone/other")
 
 

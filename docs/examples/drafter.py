@@ -1,6 +1,7 @@
-"""A drafter in plain Python: the idea of `srt`, with shorter contexts and one sequence after the other.
+"""A drafter in plain Python by SRT's published rule: a node's score is the product of the shares along its path.
 
-It saves steps of recorded rollouts (no model is needed), and a run with it learns what every run learns:
+A share says how often a token followed the longest known context, in all texts of the prompt so far. It saves steps of
+recorded rollouts (no model is needed), and a run with it learns what every run learns:
 
     cd docs/examples
     srtrl replay RUN --drafter drafter:Drafter
@@ -18,7 +19,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
-MAX_CONTEXT = 8
+MAX_CONTEXT = 32
 Prompt = tuple[str, tuple[int, ...]]
 
 
@@ -40,7 +41,7 @@ class Drafter(DrafterBase):
         for index, slot in enumerate(slots.tolist()):
             prompt, text = self.live[slot]
             for token in token_ids[offsets[index] : offsets[index + 1]].tolist():
-                for start in range(max(0, len(text) - MAX_CONTEXT), len(text) + 1):
+                for start in range(max(0, len(text) - MAX_CONTEXT), len(text)):
                     self.counts[prompt, tuple(text[start:])][token] += 1
                 text.append(token)
 
@@ -78,8 +79,8 @@ class Drafter(DrafterBase):
         )
 
     def continuations(self, prompt: Prompt, path: list[int]) -> list[tuple[int, float]]:
-        """Tokens that followed the longest known context, with estimated probabilities."""
-        for start in range(max(0, len(path) - MAX_CONTEXT), len(path) + 1):  # the longest context first
+        """Tokens that followed the longest known context, with their shares; none if no context is known."""
+        for start in range(max(0, len(path) - MAX_CONTEXT), len(path)):  # the longest context first
             if followed := self.counts.get((prompt, tuple(path[start:]))):
-                return [(token, count / (followed.total() + 1)) for token, count in followed.most_common(4)]
+                return [(token, count / followed.total()) for token, count in followed.items()]
         return []

@@ -65,7 +65,9 @@ def replay(
         settings |= {"history": history, "max_tokens": max_tokens, "noise": noise}
         print(json.dumps(settings | row | {"drafter_metrics": built.take_metrics()}))
         return
-    print(f"{file} with {drafter}, at most {draft_budget} nodes per draft, {history:g} as history\n")
+    known = f"a share of {history:g} of each prompt's samples" if history else "no sample"
+    nodes = f"{draft_budget} node{'s' * (draft_budget != 1)}"
+    print(f"{file} with {drafter}, at most {nodes} per draft, {known} known before\n")
     figures = {
         "samples decoded": counts.num_samples,
         "decode steps, one prompt at a time": counts.steps,

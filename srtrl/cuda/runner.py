@@ -20,7 +20,7 @@ from torch import Tensor
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
-from srtrl.cuda.shapes import LaunchShape, ShapePlanner, row_edges
+from srtrl.cuda.shapes import LOGITS_AT_ONCE, LaunchShape, ShapePlanner, row_edges
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, fill_tiles
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
@@ -43,9 +43,6 @@ NO_MOVES = np.empty((0, 3), np.int32)
 
 MAX_STEPS = 512
 """Shapes of steps whose views are kept, some 10 KiB each."""
-
-LOGITS_AT_ONCE = 1024
-"""Rows whose logits exist at the same time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""
 
 FILTERED_AT_ONCE = 64
 """Rows that are sorted at the same time for top-k and top-p: in float32, with indices, they take 0.4 GB."""

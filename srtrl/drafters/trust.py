@@ -98,7 +98,17 @@ def save_trust(path: Path, trust: dict[str, Trust]) -> None:
 
 
 def load_trust(path: Path) -> dict[str, Trust]:
-    """Read a file of `save_trust`; without a file nothing is learned."""
+    """Read a file of `save_trust`; without a file nothing is learned.
+
+    Raises:
+        ValueError: the trust has other cells than here.
+    """
     if not path.exists():  # of another drafter
         return {}
-    return {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
+    trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
+    if any(table.shape != make_trust().shape for table in trust.values()):
+        raise ValueError(
+            f"{path}: another version of srtrl learned this trust of drafts; begin a new run from the checkpoint's "
+            f"weights with name=OTHER model.path={path.parent}"
+        )
+    return trust

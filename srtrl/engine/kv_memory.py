@@ -11,6 +11,8 @@ import torch
 from srtrl.engine.runner import EngineOptions, Runner, page_bytes_of
 
 GIB = 1 << 30
+CPU_SLOTS = 64
+"""`slots: auto` on a CPU: more sequences make its decode steps no more efficient."""
 CPU_GIB = 4.0
 """`kv_memory_gib: auto` on a CPU."""
 EXPECTED_SHARE = 0.25

@@ -43,8 +43,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int] | npt.NDArray[np.int32], **o
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """The text that each token adds to those before it, without special tokens; joined they are the whole text.
 
-    Where a character comes in pieces, the last piece adds it. (Of bytes that are no characters some tokenizers make
-    more than one text: there they may differ.)
+    If a character comes in pieces, the last piece adds it. (Some tokenizers decode bytes that are no characters in
+    more than one way: there the joined text may differ.)
     """
     whole = decode(tokenizer, token_ids, skip_special_tokens=True)
     pieces = {token_id: decode(tokenizer, [token_id], skip_special_tokens=True) for token_id in set(token_ids)}

@@ -184,7 +184,7 @@ def resolve_environment(section: EnvironmentSection) -> tuple[type[EnvironmentBa
     """
     environment = resolve_class("srtrl.environments", section.name, "Environment")
     if not (isinstance(environment, type) and issubclass(environment, EnvironmentBase)):
-        raise ValueError(f"`{section.name}` is no environment; expected a subclass of {EnvironmentBase.__module__}")
+        raise ValueError(f"`{section.name}` is no environment; expected a subclass of {__name__}:EnvironmentBase")
     tools, seconds, where = environment.tools, environment.timeout_seconds, f"rollout.environment: {section.name}: "
     if not (isinstance(seconds, Real) and 0 < float(seconds) < 1e9):
         raise ValueError(f"{where}timeout_seconds must be a number above 0 and below 1e9, found {seconds!r:.80}")

@@ -112,7 +112,7 @@ class DraftHeadLearner:
                 loss = self.loss(texts, rows)
                 loss.backward()  # type: ignore[no-untyped-call]
                 sums += torch.stack((loss.detach().double(), torch.full_like(sums[1], len(rows))))
-            sum_gradients(self.head, holders)
+            sum_gradients(holders)
             ranks.sum([sums], f"the loss of the draft head, {place}")
             gradients = [holder.grad for holder in holders if holder.grad is not None]
             if len(gradients) == len(holders):

@@ -17,10 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from srtrl import ranks
 from srtrl.features.adapters import ADAPTER_FOLDER, Adapter, save_adapter, write_merged
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
 from srtrl.model.weights import fused_projections
+from srtrl.ranks.sharding import is_sharded, local_rows, resharded
 from srtrl.recipe.schema import LoraSection
 from srtrl.trainer.optimizer import MasterAdamW
 
@@ -32,11 +34,13 @@ class AdaptedMatrix:
     name: str
     """`model.layers.0.self_attn.q_proj`."""
     weight: Tensor
-    """W: the rows of the model's own tensor."""
+    """W: the rows of the model's own tensor; of a sharded one those that this rank has."""
     rows: slice
-    """Their place in it."""
+    """Their place in it, or in this rank's part of it."""
+    held: slice
+    """Their place in the matrix: all of it, but where the model is sharded."""
     base: Tensor
-    """W0, in the type of W; on the host where the recipe says so."""
+    """W0 of these rows, in the type in which passes read W; on the host where the recipe says so."""
     lora_a: nn.Parameter
     """[rank, in], float32 (float64 for a float64 model)."""
     lora_b: nn.Parameter
@@ -50,13 +54,23 @@ class LoraAdamW(MasterAdamW):
     it, and freed; those of A and B add up in their type. One optimizer for a model, as for masters.
     """
 
-    def __init__(self, model: Transformer, section: LoraSection, *, seed: int, base: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        section: LoraSection,
+        *,
+        seed: int,
+        base: str = "",
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
         """Freeze the model and copy W0.
 
         Args:
-            model: The base model; it must not be sharded.
+            model: The base model. If it is sharded, A and B are whole on each rank, and their gradients parts of sums.
             section: Rank, alpha, and where W0 is.
             base: Names the model, in the adapter of a checkpoint.
+            dtype: In which passes read the weights, where it is not the model's own: its parts are float32.
             seed: Of A, which is uniform as in PEFT, +-1 / sqrt(in). B is 0, so that the model does not change yet.
             options: Of `torch.optim.AdamW`; A and B both have the weight decay.
         """
@@ -66,6 +80,7 @@ class LoraAdamW(MasterAdamW):
         self.scale = section.alpha / section.rank
         self.matrices: list[AdaptedMatrix] = []
         self._num_changed = torch.zeros((), dtype=torch.int64, device=model.device)
+        self._model, self._dtype = model, dtype or model.dtype
         generator = torch.Generator().manual_seed(seed)
         model.requires_grad_(False)
         hooked: list[tuple[Tensor, list[AdaptedMatrix]]] = []
@@ -94,18 +109,19 @@ class LoraAdamW(MasterAdamW):
         self._num_changed.zero_()
         for part in self.matrices:
             base = part.base.to(part.weight.device, non_blocking=True)
-            write_merged(part.weight, base, part.lora_a, part.lora_b, self.scale)
-            self._num_changed += (part.weight != base).sum()
+            write_merged(part.weight, base, part.lora_a, part.lora_b[part.held], self.scale)
+            self._num_changed += (part.weight.to(base.dtype) != base).sum()
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
         """Inside the `with` block the model has the weights W0; after it, the same bits as before."""
-        for part in self.matrices:
-            part.weight.copy_(part.base, non_blocking=True)
-        try:
-            yield
-        finally:
-            self.write_weights()
+        with resharded(self._model):
+            for part in self.matrices:
+                part.weight.copy_(part.base, non_blocking=True)
+            try:
+                yield
+            finally:
+                self.write_weights()
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -114,9 +130,13 @@ class LoraAdamW(MasterAdamW):
         squares = [
             ((part.lora_b.T @ part.lora_b).double() * (part.lora_a @ part.lora_a.T)).sum() for part in self.matrices
         ]
+        num_changed = self._num_changed.clone()
+        if is_sharded(self._model):
+            ranks.sum([num_changed], "the changed weights")
+        num_weights = sum(part.lora_a.shape[1] * len(part.lora_b) for part in self.matrices)
         return {
             "lora/norm": self.scale * math.sqrt(max(0.0, float(torch.stack(squares).sum()))),
-            "lora/changed_share": int(self._num_changed) / sum(part.weight.numel() for part in self.matrices),
+            "lora/changed_share": int(num_changed) / num_weights,
         }
 
     def save(self, folder: Path) -> None:
@@ -157,19 +177,20 @@ class LoraAdamW(MasterAdamW):
 
     def _adapt(self, fused: Tensor, modules: dict[str, int], generator: torch.Generator) -> Iterator[AdaptedMatrix]:
         """The parts of a matrix of the model."""
-        start = 0
+        start, (local, first) = 0, local_rows(fused.detach())
         for name, num_rows in modules.items():
-            rows = slice(start, start := start + num_rows)
-            weight = fused.detach()[rows]
-            width = weight.shape[1]
+            begin, end = (min(max(row - first, 0), len(local)) for row in (start, start + num_rows))
+            held = slice(begin + first - start, end + first - start) if end > begin else slice(0)
+            start, weight, width = start + num_rows, local[begin:end], local.shape[1]
             lora_a = torch.empty(self.section.rank, width)  # on the CPU: the same on any device
             lora_a.uniform_(-1 / math.sqrt(width), 1 / math.sqrt(width), generator=generator)
             kind: dict[str, Any] = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
             yield AdaptedMatrix(
                 name=name,
                 weight=weight,
-                rows=rows,
-                base=_copy_base(weight, self.section.base),
+                rows=slice(begin, end),
+                held=held,
+                base=_copy_base(weight.to(self._dtype, copy=True), self.section.base),
                 lora_a=nn.Parameter(lora_a.to(**kind)),
                 lora_b=nn.Parameter(torch.zeros(num_rows, self.section.rank, **kind)),
             )
@@ -188,12 +209,12 @@ def check_rank(section: LoraSection, config: ModelConfig) -> None:
 
 
 def _copy_base(weight: Tensor, place: str) -> Tensor:
-    """A copy of a matrix, in pinned memory of the host where that is its place and the model's is a GPU.
+    """A copied matrix, moved into pinned memory of the host where that is its place and the model's is a GPU.
 
     PyTorch's own pinned memory is rounded up to a power of two, which would take 1.9 times what a model of 7B needs.
     """
     if place != "host" or weight.device.type != "cuda":
-        return weight.clone()
+        return weight
     base = torch.empty_like(weight, device="cpu")
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(cudart.cudaHostRegister(base.data_ptr(), base.nbytes, 0))
@@ -209,18 +230,20 @@ def _project(parts: Sequence[AdaptedMatrix], scale: float, parameter: Tensor) ->
     """
     if parameter.grad is None:
         return
+    whole, _ = local_rows(parameter.grad)
     for part in parts:
         dtype = part.lora_a.dtype
         options: dict[str, Any] = {}
         if parameter.device.type == "cuda" and parameter.dtype in HALF_DTYPES:
             dtype, options = parameter.dtype, {"out_dtype": dtype}
         gradient, lora_a, lora_b = (
-            tensor.to(dtype) for tensor in (parameter.grad[part.rows], part.lora_a, part.lora_b)
+            tensor.to(dtype) for tensor in (whole[part.rows], part.lora_a, part.lora_b[part.held])
         )
-        for holder, added in (
-            (part.lora_a, torch.mm(lora_b.T, gradient, **options)),
-            (part.lora_b, torch.mm(gradient, lora_a.T, **options)),
+        for holder, rows, added in (
+            (part.lora_a, slice(None), torch.mm(lora_b.T, gradient, **options)),
+            (part.lora_b, part.held, torch.mm(gradient, lora_a.T, **options)),
         ):
-            added.mul_(scale)
-            holder.grad = added if holder.grad is None else holder.grad.add_(added)
+            if holder.grad is None:
+                holder.grad = torch.zeros_like(holder)
+            holder.grad[rows] += added.mul_(scale)
     parameter.grad = None

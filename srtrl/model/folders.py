@@ -82,9 +82,10 @@ def _find_folder(path: str | Path) -> Path:
             ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
         )
     except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
+        reason = re.split(r"\n|(?<=\.) ", str(error))[0]  # advice of the hub's library follows
         raise ValueError(
             f"{name}: not a local folder, and it could not be downloaded from the Hugging Face hub; expected "
-            f"{EXPECTED} ({type(error).__name__}: {error})"
+            f"{EXPECTED} ({type(error).__name__}: {reason})"
         ) from error
     return Path(snapshot)
 

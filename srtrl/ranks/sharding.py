@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from srtrl import ranks
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -54,6 +56,13 @@ def shard(model: nn.Module) -> None:
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has been called for it."""
     return bool(_sharded_modules(model))
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a sharded tensor, and the number of the first one; all of one that is not sharded."""
+    if not hasattr(tensor, "to_local"):
+        return tensor, 0
+    return tensor.to_local(), ranks.index() * -(-len(tensor) // ranks.count())
 
 
 def unshard(model: nn.Module, *, in_place: bool = False) -> None:
@@ -100,6 +109,13 @@ def resharded(model: nn.Module) -> Iterator[None]:
     reshard(model)
     yield
     unshard(model, in_place=True)
+
+
+@contextmanager
+def resharded_after(model: nn.Module) -> Iterator[None]:
+    """Around passes without gradient, which leave what is outside the layers gathered: after them that is freed too."""
+    yield
+    reshard(model)
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

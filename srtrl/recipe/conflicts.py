@@ -23,7 +23,6 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
         "an off-policy mode cannot go on from turns of an environment: expected on_policy, whose run-aheads fill the "
         "waits for tools exactly, without another policy's tokens",
     ),
-    ("train.sharding", "model.lora", "with model.lora each rank keeps whole weights: expected ddp"),
     ("train.sharding", "rollout.draft_head", "a draft head learns from whole weights: expected ddp, or no draft head"),
     (
         "train.sharding",

@@ -47,14 +47,19 @@ ABSENT = {
     "rollout.draft_head.hidden": "is no option any more: the width is 8/3 of the policy's; remove it",
 }
 """Keys that are not there on purpose, or were once."""
-HINTS = {"rollout.temperature": "; greedy samples are those of evaluations, eval.temperature=0"}
-"""Further words where a value is out of its range."""
+HINTS = {
+    "rollout.temperature": "; greedy samples are those of evaluations, eval.temperature=0",
+    "model": "; the name or the folder is model.path",
+    "rewards": '; write [{name: "my_rewards:brief"}]',
+}
+"""Further words where a value has another type, or is out of its range."""
 
 EXPECTED = {
     "invalid_key": "should be a text (quote it if it looks like a number)",
     "string_type": "should be a text (quote it if it looks like a number)",
     "dict_type": "should be a section (key: value)",
     "model_type": "should be a section (key: value)",
+    "list_type": "should be a list",
 }
 """Types of pydantic errors with messages in terms of Python -> the expectation."""
 
@@ -266,7 +271,7 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
             mismatches.setdefault(key, []).append(expected)
             shown[key] = _show(detail["input"])
     for key, alternatives in mismatches.items():
-        yield Problem(key, f"{' or '.join(alternatives)}, found {shown[key]}{HINTS.get(key, '')}")
+        yield Problem(key, f"{' or '.join(dict.fromkeys(alternatives))}, found {shown[key]}{HINTS.get(key, '')}")
 
 
 def _key_in(data: Any, location: Sequence[Any]) -> str:

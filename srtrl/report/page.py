@@ -63,6 +63,7 @@ def render(run: Run) -> str:
         recipe=run.recipe,
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
         headline=list(headline(figures).items()),
+        time=figures[TIME],
         decoded=_decoded(run),
         figures=[(name, figure) for name, figure in figures.items() if name != TIME],
         stages=[(name, seconds) for name, seconds in longest_stages(run.rows) if seconds > 0],

@@ -106,7 +106,6 @@ def merge_equal(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for sample in samples:
         key = str([sample[name] for name in ("draw_index", "text", "segments", "reward", "outcome")])
-        key += str(sample.get("token_rewards"))
         merged.setdefault(key, {**sample, "num_equal": 0})["num_equal"] += 1
     return [*merged.values()]
 
@@ -144,7 +143,7 @@ def _nonzero(numbers: Sequence[float]) -> dict[str, float]:
 
 
 def token_rewards_text(sample: Mapping[str, Any]) -> str:
-    """Where the reward of a sample stands, `on tokens 12: 0.5, 40: -0.25`; empty where it is one number."""
+    """Where the reward of a sample stands, `on tokens 12: 0.5, 40: -0.25`; empty if it is one number."""
     if "token_rewards" not in sample:
         return ""
     parts = [f"{index}: {number:.3g}" for index, number in sample["token_rewards"].items()]

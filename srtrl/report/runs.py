@@ -64,7 +64,11 @@ def read_run(folder: Path) -> Run:
         ValueError: it is not a run's folder, or the run has not logged anything yet.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; expected the folder of a run, such as runs/quickstart")
+        meant = Path("runs") / folder
+        expected = (
+            f"did you mean {meant}?" if meant.is_dir() else "expected the folder of a run, such as runs/quickstart"
+        )
+        raise ValueError(f"{folder}: no such folder; {expected}")
     recipe_file, metrics_file = folder / "recipe.yaml", folder / "metrics.jsonl"
     missing = [path.name for path in (recipe_file, metrics_file) if not path.is_file()]
     if missing:

@@ -211,9 +211,9 @@ def print_history(history: PromptHistory, decode: Decode) -> None:
     console.print(Text(decode(history.earlier.prompt_token_ids).rstrip("\n")))
     steps = ", ".join(map(str, history.earlier_steps)) or "(none)"
     num_tokens = sum(len(sample.tokens) for sample in earlier)
-    console.print(
-        f"\ntrie of the earlier rollouts, {len(earlier)} of steps {steps}: {num_tokens:,} tokens", style="bold"
-    )
+    named = f"step{'s' * (len(history.earlier_steps) != 1)} {steps}"
+    title = f"trie of the earlier rollouts, {len(earlier)} of {named}: {num_tokens:,} tokens"
+    console.print(f"\n{title}", style="bold")
     decoded = decoded_response(history, decode)
     if decoded.guesses:
         console.print(f"\na fork, after {decoded.guesses[0].place} tokens of {decoded.name}", style="bold")

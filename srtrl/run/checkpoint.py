@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from srtrl import ranks
-from srtrl.files import named_in_errors, new_folder, temporary_beside, write_atomic
+from srtrl.files import named_in_errors, new_folder, shown_path, temporary_beside, write_atomic
 from srtrl.model.files import weight_files
 from srtrl.model.folders import find_adapter, locate
 from srtrl.model.weights import save_model
@@ -105,7 +105,9 @@ def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
         names = ", ".join(path.name for path in checkpoints) or "none"
         checkpoints = [path for path in checkpoints if step_of(path) <= step]
         if not checkpoints or step_of(checkpoints[-1]) != step:
-            raise ValueError(f"--checkpoint {step}: {folder} has no {checkpoint_name(step)}; there: {names}")
+            raise ValueError(
+                f"--checkpoint {step}: {shown_path(folder)} has no {checkpoint_name(step)}; there: {names}"
+            )
     if not checkpoints:
         return None
     *earlier, last = checkpoints

@@ -38,7 +38,7 @@ TURN_COLUMNS = {
 """Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
 
 TOKEN_COLUMNS = {"token_rewards": "list<float>"}
-"""Further column where rewards have a number for each token: their weighted sum on each token of the response, 0 on
+"""Further column if rewards have a number for each token: their weighted sum on each token of the response, 0 on
 what was not sampled; null for a sample whose rewards are single numbers, which stand on the last sampled token."""
 
 VERSION_COLUMNS = {"policy_versions": "list<int32>"}

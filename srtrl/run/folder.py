@@ -16,7 +16,7 @@ from typing import Unpack
 
 import numpy as np
 
-from srtrl.files import is_temporary, sync_folder, write_atomic
+from srtrl.files import is_temporary, shown_path, sync_folder, write_atomic
 from srtrl.metrics import MetricLog, read_metrics
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
@@ -146,6 +146,7 @@ def move_aside(folder: Path) -> Path:
 
 def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
     """The part of `check_run_folder` about the run that is to be resumed."""
+    folder = shown_path(folder)
     if not (file := folder / "recipe.yaml").is_file():
         raise ValueError(f"--resume: {folder} holds no recipe.yaml, so it is not a run; take another name")
     source, log = read_source(file), folder / "metrics.jsonl"

@@ -32,6 +32,9 @@ STEPS_FOR_TIME_LEFT = 10
 STEPS_OF_REWARD = 10
 """Last steps whose mean reward is shown."""
 
+MEAN_REWARD = f"rewards here are means of up to {STEPS_OF_REWARD} steps; each step's is in metrics.jsonl"
+"""Printed once."""
+
 SECONDS_PER_LINE = 2.0
 """Steps that follow a line within this time have none, but the last one and those with a notice."""
 
@@ -59,6 +62,8 @@ class RunProgress:
         """When the last steps ended."""
         self._last_line = -SECONDS_PER_LINE
         self._rewards: list[float] = []
+        self._has_explained = False
+        """Whether `MEAN_REWARD` has been printed."""
         self._status = self.console.status("")
 
     def __enter__(self) -> Self:
@@ -83,6 +88,8 @@ class RunProgress:
         if not notice and step < self._num_steps and self._ends[-1] < self._last_line + SECONDS_PER_LINE:
             return
         self._last_line = self._ends[-1]
+        explanation = MEAN_REWARD if len(self._rewards) > 1 and not self._has_explained else ""
+        self._has_explained = len(self._rewards) > 1
         start, end = f"step {step}/{self._num_steps}  ", text
         if not self.console.is_terminal and (left := self._time_left()):
             end += f"  {left}"
@@ -95,7 +102,7 @@ class RunProgress:
             if self.console.encoding.startswith("utf"):
                 start += sparkline(means, min(STEPS_OF_REWARD, WIDTH - len(start) - len(end) - 2))
             start = f"{start.rstrip()}  "
-        for words, indent in ((start + end, ""), (notice, "  ")):
+        for words, indent in ((start + end, ""), (notice, "  "), (explanation, "  ")):
             for line in wrap(words, WIDTH, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False):
                 self.say(line)
 

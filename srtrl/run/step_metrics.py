@@ -246,7 +246,7 @@ def step_problems(metrics: MetricRow) -> str:
         parts.append(f"no update: the filters {'and failed gradings ' if failed else ''}left no sample")
     elif metrics.get("groups/zero_advantage_share") == 1 and metrics["grad_norm"] == 0:
         parts.append("nothing learned: all advantages are 0")
-    return "  ".join(parts)
+    return "; ".join(parts)
 
 
 def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
@@ -327,7 +327,8 @@ def headline(figures: Mapping[str, str]) -> dict[str, str]:
     """The first of `run_figures` to see: what drafts save, the last evaluation or the training reward, the time."""
     held_out = [name for name in figures if name.startswith(("held-out accuracy", "held-out reward"))]
     names = ("tokens per decode step", *(held_out[-1:] or [TRAINING_REWARD]), TIME)
-    return {name: figures[name] for name in names if name in figures}
+    shown = {name: figures[name] for name in names if name in figures}
+    return shown | {TIME: figures[TIME].partition(" (")[0]}  # the stages have a bar of their own
 
 
 def _evaluations(rows: Sequence[MetricRow]) -> list[MetricRow]:

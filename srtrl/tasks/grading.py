@@ -341,7 +341,7 @@ class Grader:
 
 
 def _on_tokens(weights: Sequence[float], values: Sequence[RewardValue]) -> tuple[float, ...] | None:
-    """The weighted sum on each token, where a number stands on the last; None where all values are numbers."""
+    """The weighted sum on each token, where a number stands on the last; None if all values are numbers."""
     num_tokens = max((len(value) for value in values if isinstance(value, list)), default=0)
     if not num_tokens:
         return None

@@ -38,22 +38,22 @@ class RewardInput:
     """Makes `token_texts`."""
 
     def __post_init__(self) -> None:
-        """Without an environment there is one turn."""
+        """Fill in the one turn of a sample without an environment."""
         if not self.turns:
             turn = SampledTurn(text=self.text, tokens=slice(0, self.num_tokens))
             object.__setattr__(self, "turns", (turn,))
 
     @property
     def token_texts(self) -> Sequence[str]:
-        """What each sampled token adds to the text of its turn, made anew by each access.
+        """Text that each sampled token adds to its turn, made anew by each access.
 
-        Special tokens add nothing; where a character comes in pieces, the last piece adds it.
+        Special tokens add nothing; if a character comes in pieces, the last piece adds it.
         """
         return self.texts_of(self)
 
     @property
     def environment_reward(self) -> float:
-        """Sum of the rewards that the environment gave; 0 where there is none, NaN where it exceeded its time limit."""
+        """Sum of the rewards that the environment gave; 0 if there is none, NaN if it exceeded its time limit."""
         return fsum(turn.reward for turn in self.turns)
 
     @property

@@ -85,7 +85,7 @@ def check_reward(name: str, value: object) -> float:
 
 
 def check_rewards(name: str, value: Any, sample: RewardInput) -> RewardValue:
-    """What a reward has returned for a sample: a number, as in `check_reward`, or one for each sampled token.
+    """Value of a reward for a sample: a number, as in `check_reward`, or one for each sampled token.
 
     Raises:
         ValueError: it is neither; of a list, the message names the reward, the prompt, its length and the expected one.
@@ -100,9 +100,9 @@ def check_rewards(name: str, value: Any, sample: RewardInput) -> RewardValue:
         raise ValueError(f"reward `{name}` must return {expected} {where}; it returned {len(value)} numbers")
     where = f"of {len(value)} sampled tokens of a sample of prompt `{sample.prompt.prompt_id}`"
     return [
-        number
-        if type(number) is float and abs(number) <= MAX_REWARD
-        else check_reward(f"{name}` (at index {index} {where}: `{name}`", number)
+        float(number)
+        if type(number) in (float, int) and abs(number) <= MAX_REWARD
+        else check_reward(f"{name}` at index {index} {where}: `{name}`", number)
         for index, number in enumerate(value)
     ]
 

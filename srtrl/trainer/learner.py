@@ -168,7 +168,7 @@ class Learner:
     def _step(self, learning_rate: float, place: str) -> float:
         """Sum the gradients over the ranks, clip their norm, and move the weights; returns the norm."""
         holders = self.optimizer.holders(self.model)
-        sum_gradients(self.model, holders)
+        sum_gradients(holders)
         clipped = torch.nn.utils.clip_grad_norm_(holders, self.updates.max_grad_norm)
         norm = _finite(clipped, f"{place}: the gradient norm")
         for group in self.optimizer.param_groups:

@@ -123,12 +123,13 @@ def fill(column: Column, sequences: Sequence[TrainSequence], context: UpdateCont
     return [replace(sequence, **{column.field: parts[index]}) for index, sequence in enumerate(sequences)]
 
 
-def sum_gradients(model: nn.Module, holders: Sequence[Tensor]) -> None:
+def sum_gradients(holders: Sequence[Tensor]) -> None:
     """Replace the gradients by their sums over the ranks; a rank that had no micro-batch adds zeros.
 
-    Those of a sharded model are sums already: its backward passes have made them.
+    Those of sharded tensors are sums already: backward passes have made them.
     """
-    if ranks.count() > 1 and not is_sharded(model):
-        for holder in holders:
+    if ranks.count() > 1:
+        whole = [holder for holder in holders if not hasattr(holder, "to_local")]
+        for holder in whole:
             holder.grad = torch.zeros_like(holder) if holder.grad is None else holder.grad
-        ranks.sum([holder.grad for holder in holders if holder.grad is not None], "the gradients")
+        ranks.sum([holder.grad for holder in whole if holder.grad is not None], "the gradients")

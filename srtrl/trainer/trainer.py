@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from srtrl import ranks
+from srtrl.files import shown_path
 from srtrl.metrics import MetricLog, StageTimer, read_metrics
 from srtrl.run.checkpoint import Part, TrainerState, read_state, save_checkpoint
 from srtrl.run.estimate import describe_device
@@ -148,6 +149,8 @@ class Trainer:
             with ranks.synchronized("loading the state of the run"):
                 if self.parts.checkpoint is not None:
                     self.restore(self.parts.checkpoint)
+            with self.parts.policy.resharded():
+                pass  # an optimizer's state may have written the weights, which are gathered anew
             with ranks.synchronized("starting the graders"):
                 stack.enter_context(self.context.grader)
                 stack.enter_context(self.context.turns)
@@ -192,9 +195,9 @@ class Trainer:
         for change in self.changes:
             say(f"resuming: {change}")
         if resume and self.parts.checkpoint is None:
-            say(f"resuming: {self.run.path} has no checkpoint, starting from step 0")
+            say(f"resuming: {shown_path(self.run.path)} has no checkpoint, starting from step 0")
         elif resume:
-            say(f"resuming {self.run.path} after step {self.step} of {self.recipe.train.num_steps}")
+            say(f"resuming {shown_path(self.run.path)} after step {self.step} of {self.recipe.train.num_steps}")
 
     def __exit__(self, *exception: object) -> None:
         with self._stack:
@@ -314,7 +317,8 @@ class Trainer:
         has_gradient = any(value for name, value in row.items() if name.endswith("grad_norm"))
         self._num_idle = 0 if has_gradient else self._num_idle + 1
         if self._num_idle == 3:
-            notice += f"  third step without a gradient: see `srtrl rollouts {self.run.path}` and docs/reward.md"
+            folder = shown_path(self.run.path)
+            notice += f"; third step without a gradient: see `srtrl rollouts {folder}` and docs/reward.md"
         self.progress.step(self.step, describe_step(row), reward=reward, notice=notice)
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
