@@ -321,7 +321,7 @@ def test_loss_and_gradient_are_those_written_out(
             target = target.softmax(-1)
             guess = (functional.linear(state * length, listed)[0] / update_cases.TEMPERATURE).softmax(-1)
             entropy, variation = -(target * guess.log()).sum(), (target - guess).abs().sum() / 2
-            loss, num = loss + weight * (0.1 * entropy + 0.9 * variation), num + 1
+            loss, num = loss + weight * (0.25 * entropy + 0.75 * variation), num + 1
     loss.backward()  # type: ignore[no-untyped-call]
     assert num > 20
     assert found_loss.item() == pytest.approx(loss.item(), rel=1e-12)
@@ -329,7 +329,7 @@ def test_loss_and_gradient_are_those_written_out(
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("agree", "loss"), [(True, 0.0), (False, 0.1 * 40 + 0.9)])
+@pytest.mark.parametrize(("agree", "loss"), [(True, 0.0), (False, 0.25 * 40 + 0.75)])
 def test_loss_is_nothing_where_all_is_shared_and_finite_where_nothing_is(agree: bool, loss: float) -> None:
     """A policy and a head that are both certain, of the same token or not."""
     policy = update_cases.make_policy()

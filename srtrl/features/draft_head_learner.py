@@ -2,7 +2,7 @@
 
 From half of the sampled tokens the head is unrolled K tokens, on those that were sampled. At each depth it learns the
 policy's distribution at that token, its most likely tokens alone: by a little cross-entropy, as SkyRL's MTP heads do,
-and mostly by total variation, for a draft is accepted as often as the two distributions agree (the mix is DSpark's).
+and mostly by total variation, for a draft is accepted as often as the two distributions agree (as DSpark's heads).
 Hidden states and the policy's weights are detached and the backward pass is the head's own, so that the policy's
 gradient has the bits that it has without a head. Letters: R response tokens, D model width.
 """
@@ -35,7 +35,7 @@ STRIDE = 2
 """It is unrolled from one token in this many."""
 NUM_TARGETS = 256
 """Most likely tokens of the policy that are learned; their probabilities are divided by their sum."""
-CROSS_ENTROPY, TOTAL_VARIATION = 0.1, 0.9
+CROSS_ENTROPY, TOTAL_VARIATION = 0.25, 0.75
 """Their weights in the loss."""
 DEPTH_DECAY = 0.6
 """Weight of a depth, by that of the one before it: 0.51, 0.31 and 0.18 of three."""
