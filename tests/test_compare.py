@@ -91,6 +91,7 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named() -> None:
     shown = compare("whole", "part").stdout
     assert rows_of(shown) == [["whole", "0, 1", "0 to 2", "30.0%", "60.0% 50.0% to 70.0%", "7.0"]]
     assert "part has done 3 steps and is not finished" in shown
+    assert ("mean over" in shown, "mean over" in compare("whole").stdout) == (True, False)
 
 
 def test_a_narrow_terminal_has_all_columns() -> None:

@@ -127,7 +127,8 @@ def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
 
     from srtrl.report.charts import STAGES
 
-    table = Table(title=f"{metric}: mean over seeds, below it minimum to maximum")
+    has_seeds = any(len(group.runs) > 1 for group in groups)
+    table = Table(title=f"{metric}: mean over seeds, below it minimum to maximum" if has_seeds else metric)
     table.add_column("run", overflow="fold", min_width=8)
     table.add_column("seeds", overflow="fold", min_width=5)
     for name in ("steps", "before", "after", "seconds"):
