@@ -32,7 +32,7 @@ from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.model.weights import read_config
 from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import ModelSection, Recipe
-from srtrl.run.estimate import Device, StepTime, cpu_time, describe_cost, find_gpu
+from srtrl.run.estimate import Device, StepTime, count_weights, cpu_time, describe_cost, find_gpu
 from srtrl.run.machine import choose_device
 from srtrl.run.place import is_empty
 from srtrl.tasks.base import needs_network
@@ -262,8 +262,8 @@ def _teacher_weights(recipe: Recipe) -> int:
     """Number of weights of the teacher, if there is one."""
     if recipe.algorithm.teacher is None:
         return 0
-    teacher = make_policy(find_config(recipe.algorithm.teacher.path, "algorithm.teacher.path")[0], recipe.model)
-    return sum(weight.numel() for weight in teacher.parameters())
+    config, _ = find_config(recipe.algorithm.teacher.path, "algorithm.teacher.path")
+    return count_weights(make_policy(config, recipe.model))
 
 
 def _advice(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> Iterator[str]:

@@ -54,7 +54,7 @@ class Device(NamedTuple):
 def cpu(num_threads: int) -> Device:
     """Threads of a CPU, which share its bytes: assumed, not measured on the CPU at hand."""
     flops = 5e10 * num_threads
-    return Device(f"{num_threads} thread{'s' if num_threads > 1 else ''} of a CPU", 1e10, flops, flops)
+    return Device(f"{_threads(num_threads)} of a CPU", 1e10, flops, flops)
 
 
 def _gpu(name: str, gib: float, read: float, flops: float, link: float) -> Device:
@@ -111,7 +111,7 @@ class StepTime:
     @property
     def num_weights(self) -> int:
         """Number of the policy's weights."""
-        return sum(weight.numel() for weight in self.policy.parameters())
+        return count_weights(self.policy)
 
     def _seconds(self, num_operations: float, rate: float) -> float:
         return num_operations / (rate if self.recipe.model.dtype == "bfloat16" else rate * self.device.float32)
@@ -166,6 +166,11 @@ class StepTime:
         return self.rollout_seconds(rollout.num_prompts, rollout.num_samples) + self.update_seconds()
 
 
+def count_weights(model: Transformer) -> int:
+    """Number of weights of a model; one that embedding and head share counts once."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def cpu_time(recipe: Recipe, policy: Transformer, num_threads: int, teacher_weights: int = 0) -> StepTime:
     """The time of a step on a CPU."""
     slots = CPU_SLOTS if recipe.rollout.slots == "auto" else recipe.rollout.slots
@@ -213,12 +218,16 @@ def describe_device(recipe: Recipe, model: Transformer) -> list[str]:
     if model.device.type == "cuda":
         return [f"device: {torch.cuda.get_device_name(model.device)}"]
     times = cpu_time(recipe, model, num_threads := torch.get_num_threads())
-    lines = [f"device: cpu, {num_threads} thread{'s' if num_threads > 1 else ''}"]
+    lines = [f"device: cpu, {_threads(num_threads)}"]
     if times.num_weights >= MIN_SLOW_PARAMETERS:
         duration, condition = _duration(times.step_seconds()), _condition(recipe)
         many = f"{times.num_weights / 1e9:.1f}B parameters are many for a CPU"
         lines.append(f"{many}: about {duration} per step {condition} (computed)")
     return lines
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def _condition(recipe: Recipe) -> str:

@@ -27,6 +27,7 @@ from srtrl.model.weights import init_model
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy
+from srtrl.run.estimate import count_weights
 from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
@@ -142,7 +143,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
     every = max(1, len(losses) // 20)
     record = {  # no times, so that the same recipe writes the same file
         "recipe": recipe.model_dump(mode="json"),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_parameters": count_weights(model),
         "num_left_out": num_left_out,
         "final_loss": losses[-1],
         "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
