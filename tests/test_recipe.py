@@ -1,16 +1,17 @@
 """Recipe files: what they read, what they refuse, and where an error points."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recipe_cases import MINIMAL
 from test_bad_input import parsed
 
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import FOREIGN_NAMES, RecipeError, dump_recipe, load_recipe, read_yaml
+from srtrl.recipe.file import FOREIGN_NAMES, RecipeError, dump_recipe, dump_yaml, load_recipe, read_yaml
 from srtrl.recipe.schema import Recipe
 
 
@@ -117,10 +118,19 @@ plain = st.recursive(
 )
 
 
+def test_texts_of_yaml_indicators_are_read_as_written() -> None:
+    indicators = "?:-,[]{}#&*!|>'\"%@`0a ~=<\t"
+    made = [first + gap + second for first, gap, second in product(["", *indicators], ["", " "], indicators)]
+    for text in made:
+        pair = [text, {text: [text, text]}]
+        assert read_yaml(dump_yaml(pair), "here")[0] == pair, text
+
+
 @settings(deadline=None)
 @given(
     options=st.dictionaries(texts, plain, max_size=4), rate=st.floats(1e-30, 1e9), stops=st.lists(texts.filter(bool))
 )
+@example(options={}, rate=1.0, stops=["?0"])
 def test_a_dumped_recipe_loads_as_the_same(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, object], rate: float, stops: list[str]
 ) -> None:

@@ -327,7 +327,11 @@ def _show(value: object) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """Keys in their order, short lists on one line, and line breaks escaped: Unicode's would be read as newlines."""
+    """Keys in their order, short lists on one line.
+
+    Texts with a line break of Unicode, which would be read as a newline, are quoted, and so are those that begin with
+    `?` or `:`: in a list, ruamel reads `?0` as a key.
+    """
 
     def represent_dict(self, data: Any) -> MappingNode:
         return self.represent_mapping("tag:yaml.org,2002:map", list(data.items()))
@@ -337,7 +341,8 @@ class _Representer(SafeRepresenter):
         return super().represent_sequence(tag, sequence, flow_style=is_flat)
 
     def represent_str(self, data: str) -> ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+        is_plain = data.isprintable() and not data.startswith(("?", ":"))
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if is_plain else '"')
 
 
 _Representer.add_representer(dict, _Representer.represent_dict)
