@@ -18,7 +18,6 @@ from typer.exceptions import TyperException
 from srtrl import __version__, generation
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
-from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
@@ -199,7 +198,6 @@ app.command("generate")(generation.command)
 
 
 app.command("replay")(replay)
-app.add_typer(tools.app, name="tool")
 
 
 @app.command("report")
