@@ -23,7 +23,7 @@ from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.report import compare, export, rollouts, trie
+from srtrl.report import compare, export, rollouts
 from srtrl.resolve import shorten
 from srtrl.run.place import check_place
 
@@ -219,7 +219,6 @@ def report(
 
 app.command("compare")(compare.command)
 app.command("rollouts")(rollouts.command)
-app.command("trie")(trie.command)
 app.command("export")(export.command)
 
 

@@ -81,15 +81,15 @@ lost LAST/manifest.json + lost LAST/state.json: train
 linked LAST: train
 other checkpoints/step_000003: train
 lost checkpoints => no checkpoint: train POLICY
-other LAST/tokenizer.json => LAST: train trie POLICY
-other LAST/config.json: train trie POLICY
+other LAST/tokenizer.json => LAST: train POLICY
+other LAST/config.json: train POLICY
 half-row|empty|lost metrics.jsonl: train READERS
 other-row metrics.jsonl: train
-other rollouts/step_000004.parquet: report trie rollouts
-other rollouts/step_x.parquet: report trie rollouts
-flipped rollouts/step_000004.parquet: trie rollouts
+other rollouts/step_000004.parquet: report rollouts
+other rollouts/step_x.parquet: report rollouts
+flipped rollouts/step_000004.parquet: rollouts
 no-reward|null-reward|text-reward|list-outcome rollouts/step_000004.parquet: report rollouts
-other-tokens rollouts/step_000004.parquet => rollouts: trie
+other-tokens rollouts/step_000004.parquet => rollouts: report
 figureless metrics.jsonl: report
 huge metrics.jsonl: READERS
 other-digit recipe.yaml: train
@@ -101,7 +101,7 @@ NAMES = {
     "LAST": LAST,
     "OPTIMIZER": OPTIMIZER,
     "POLICY": "eval generate export",
-    "READERS": "report trie rollouts compare",
+    "READERS": "report rollouts compare",
 }
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run, finished or not, as `srtrl report`, `srtrl compare` and `srtrl trie` read it."""
+"""The folder of a run, finished or not, as `srtrl report` and `srtrl compare` read it."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

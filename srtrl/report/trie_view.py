@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.text import Text
 
 from srtrl.bench.recorded import RecordedPrompt, feed_drafter, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay
@@ -17,7 +15,7 @@ from srtrl.drafters.srt import Drafter
 from srtrl.engine.stopping import decode
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.noise import hash_row, uniform_of
-from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
+from srtrl.report.runs import Run, steps_by_prompt
 from srtrl.run.steps import latest_checkpoint
 from srtrl.types import num_equal
 
@@ -36,41 +34,31 @@ class PromptHistory:
 
     earlier: RecordedPrompt
     """By step, draw and sample; no sample where the prompt has only one rollout."""
-    earlier_steps: Sequence[int]
-    """The training steps of these."""
     later: RecordedPrompt
     """One sample, after all of `earlier`: of a later step, or else their sibling."""
     later_name: str
 
 
-def read_history(run: Run, prompt_id: str | None = None) -> PromptHistory:
-    """Read a prompt's rollouts.
+def read_history(run: Run) -> PromptHistory:
+    """Read the rollouts of the prompt that has the most.
 
     The first sample of the last step that sampled the prompt is the later rollout. If no step before it did, its last
     sample is the later rollout and the others are the earlier ones.
 
-    Args:
-        run: The run.
-        prompt_id: The prompt; by default the one with the most rollouts.
-
     Raises:
-        ValueError: The run has no rollouts, or none of the prompt: the message lists those that exist.
+        ValueError: The prompt has other tokens in another step.
     """
-    files = find_rollouts(run, prompt_id=prompt_id)
-    if prompt_id is None:
-        steps_of = steps_by_prompt(files)
-        prompt_id = max(steps_of, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
-        files = {number: files[number] for number in steps_of[prompt_id]}
-    steps = list(files)
-    recordings = [read_recorded(path, tokenizer=None, max_tokens=sys.maxsize) for path in files.values()]
+    steps_of = steps_by_prompt(run.rollout_files)
+    prompt_id = max(steps_of, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
+    steps = steps_of[prompt_id]
+    recordings = [read_recorded(run.rollout_files[step], tokenizer=None, max_tokens=sys.maxsize) for step in steps]
     found = [prompt for [prompts] in recordings for prompt in prompts if prompt.prompt_id == prompt_id]
     whole, *others = merge_prompts(found)
-    if others or len(found) != len(files):
+    if others or len(found) != len(steps):
         raise ValueError(f"{run.folder / 'rollouts'}: prompt {prompt_id} has other tokens in another step")
     num_earlier = sum(len(prompt.samples) for prompt in found[:-1]) or len(whole.samples) - 1
     return PromptHistory(
         earlier=replace(whole, samples=whole.samples[:num_earlier]),
-        earlier_steps=(steps[:-1] or steps) if num_earlier else [],
         later=replace(whole, samples=[whole.samples[num_earlier]]),
         later_name=f"step {steps[-1]}, sample {0 if len(steps) > 1 else num_earlier}",
     )
@@ -151,8 +139,6 @@ class DecodedResponse:
     """Rollouts that the drafts came from."""
     pieces: list[list[str]]
     """Texts of the tokens of each step; the first token is of the prompt's forward pass, a step of its own."""
-    num_verified: int
-    """Tokens that the decode steps verified."""
     guesses: list[Guess]
     """See `find_fork`."""
 
@@ -167,14 +153,13 @@ def decoded_response(history: PromptHistory, decode: Decode) -> DecodedResponse:
     drafter = Drafter()
     feed_drafter(drafter, [history.earlier])
     replay = _LoggedReplay(drafter)
-    counts = replay.run([[history.later]])
+    replay.run([[history.later]])
     steps = [history.later.samples[0].tokens[:1].tolist(), *replay.steps]
     return DecodedResponse(
         name=history.later_name,
         prompt_id=history.later.prompt_id,
         num_earlier=len(history.earlier.samples),
         pieces=[[on_one_line(decode([token_id])) for token_id in token_ids] for token_ids in steps],
-        num_verified=counts.num_nodes + counts.steps,
         guesses=find_fork(history, decode),
     )
 
@@ -201,38 +186,6 @@ def text_decoder(run: Run) -> Decode:
         return text
 
     return spell
-
-
-def print_history(history: PromptHistory, decode: Decode) -> None:
-    """Print the prompt, a fork and the decode steps."""
-    console = Console(soft_wrap=True, highlight=False)
-    earlier, [later] = history.earlier.samples, history.later.samples
-    console.print(Text(f"prompt {history.earlier.prompt_id}", "bold"))
-    console.print(Text(decode(history.earlier.prompt_token_ids).rstrip("\n")))
-    steps = ", ".join(map(str, history.earlier_steps)) or "(none)"
-    num_tokens = sum(len(sample.tokens) for sample in earlier)
-    named = f"step{'s' * (len(history.earlier_steps) != 1)} {steps}"
-    title = f"trie of the earlier rollouts, {len(earlier)} of {named}: {num_tokens:,} tokens"
-    console.print(f"\n{title}", style="bold")
-    decoded = decoded_response(history, decode)
-    if decoded.guesses:
-        console.print(f"\na fork, after {decoded.guesses[0].place} tokens of {decoded.name}", style="bold")
-        console.print("The policy's distributions are not on disk; * was sampled.\n  rollouts   noise   score")
-    for _, text, count, noise, score, is_sampled in decoded.guesses:
-        console.print(f"{'*' if is_sampled else ' '} {count:8}  {noise:+6.2f}  {score:6.3f}  {text}", markup=False)
-    console.print(f"\n{decoded.name}, decoded with drafts from this trie; each step gave these tokens", style="bold")
-    first, *pieces = decoded.pieces
-    shown = [Text("".join(first), "dim")]  # of the prompt's forward pass
-    for number, texts in enumerate(pieces):
-        shown.append(Text.assemble((f"[{len(texts)}] ", "dim"), ("".join(texts), "cyan" if number % 2 else "")))
-    console.print(Text(" | ", "dim").join(shown))
-    if num_read := sum(stop - start for start, stop in later.extensions):
-        console.print(f"(the output of tools between the turns, {num_read} tokens, is read and not decoded)")
-    num_steps, num_decoded = max(len(pieces), 1), decoded.num_tokens - 1
-    console.print(
-        f"{num_decoded} tokens in {len(pieces)} decode steps after the first token: "
-        f"{num_decoded / num_steps:.2f} per step, {decoded.num_verified / num_steps:.1f} verified"
-    )
 
 
 def on_one_line(text: str) -> str:

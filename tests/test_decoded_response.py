@@ -1,4 +1,4 @@
-"""`srtrl trie`: the rollout it decodes again, the fork it shows, and what it says where there is nothing."""
+"""The response that a report decodes again: its steps, and the fork it shows."""
 
 import json
 from pathlib import Path
@@ -52,24 +52,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_decode_steps_are_printed(run: Path) -> None:
-    result = bench_cases.run("trie", run, "--prompt", "sum")
-    assert result.exit_code == 0, result.output
-    assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
-    shown = result.stdout.splitlines()[-2]
-    first, *pieces = shown.split(" | ")
-    counts = [int(part.partition("]")[0].removeprefix("[")) for part in pieces]
-    assert (first, sum(counts)) == ("o", len("one plus two is four"))
-    assert "".join([first, *(part.partition("] ")[2] for part in pieces)]) == "one plus two is four∎"
-    assert f"20 tokens in {len(counts)} decode steps after the first token: {20 / len(counts):.2f} per" in result.stdout
-
-
 def test_a_fork_has_the_rollouts_and_the_noise_of_each_guess(run: Path) -> None:
     """Earlier ones part after `one plus `: two go on with `two`, one with `one`."""
-    guesses = find_fork(read_history(read_run(run), "sum"), lambda token_ids: str(token_ids[0]))
+    guesses = find_fork(read_history(read_run(run)), lambda token_ids: str(token_ids[0]))
     assert {guess.place for guess in guesses} == {len("one plus ")}
     byte = {text: str(token) for text, token in zip("to", train_tokenizer([], 257).encode("to"), strict=True)}
     known = {guess.text: (guess.num_rollouts, guess.is_sampled) for guess in guesses if guess.num_rollouts}
@@ -81,26 +66,21 @@ def test_a_fork_has_the_rollouts_and_the_noise_of_each_guess(run: Path) -> None:
         assert guess.noise == pytest.approx(-np.log(-np.log(uniform[int(guess.text)])))
     scores = [guess.score for guess in guesses]
     assert scores == sorted(scores, reverse=True)
-    shown = bench_cases.run("trie", run, "--prompt", "sum").stdout.splitlines()
-    first = shown.index("a fork, after 9 tokens of step 4, sample 0")
-    for line, guess in zip(shown[first + 3 :], guesses, strict=False):
-        sign, (count, noise, score) = line[0], line[1:].split()[:3]
-        assert (sign == "*", int(count)) == (guess.is_sampled, guess.num_rollouts)
-        assert (float(noise), float(score)) == pytest.approx((guess.noise, guess.score), abs=0.0051)
-    assert shown[first + 3 + len(guesses)] == ""
 
 
-def test_without_a_fork_or_the_noise_there_are_no_guesses(run: Path) -> None:
-    assert find_fork(read_history(read_run(run), "odd"), str) == [], "one earlier rollout"
+def test_without_a_fork_or_the_noise_there_are_no_guesses() -> None:
+    assert find_fork(history_of([[1, 2]], [1, 2, 3]), str) == [], "one earlier rollout"
     assert find_fork(history_of([[1, 2, 3], [1, 4, 3]], [1, 2, 3]), str) == [], "not of a run"
 
 
 def test_the_last_rollout_is_the_later_one_and_a_first_step_has_its_samples_in_turn(run: Path) -> None:
-    history = read_history(read_run(run))  # without a prompt: the one with the most rollouts
+    history = read_history(read_run(run))  # of the prompt with the most rollouts
     assert (history.earlier.prompt_id, len(history.earlier.samples)) == ("sum", 4)
-    assert (history.earlier_steps, history.later_name) == ([1, 3], "step 4, sample 0")
-    history = read_history(read_run(run), "odd")
-    assert (history.earlier_steps, history.later_name) == ([1], "step 1, sample 1")
+    assert history.later_name == "step 4, sample 0"
+    for step in (3, 4):
+        (run / "rollouts" / f"step_{step:06d}.parquet").unlink()
+    history = read_history(read_run(run))
+    assert (len(history.earlier.samples), history.later_name) == (1, "step 1, sample 1")
 
 
 # --- Decoded again ----------------------------------------------------------------------------------------------------
@@ -110,7 +90,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 def history_of(earlier: list[list[int]], later: list[int], *parts: tuple[int, int]) -> PromptHistory:
     first, last = (bench_cases.recorded("x", [1], texts, parts) for texts in (earlier, [later]))
-    return PromptHistory(earlier=first, earlier_steps=[1], later=last, later_name="")
+    return PromptHistory(earlier=first, later=last, later_name="")
 
 
 @given(st.lists(texts, max_size=6), texts)
