@@ -62,12 +62,8 @@ WAYS: dict[str, Callable[[bytes], bytes]] = {
     "half-row": lambda _: b'{"step": 1, "lo\n{"step": 2}\n',
     "other-row": lambda data: data.replace(b'"step": 1,', b'"step": 3,'),
     "other-digit": lambda data: data.replace(b"learning_rate: 0.01", b"learning_rate: 0.03"),
-    "figureless": lambda data: data.replace(b'"time/step"', b'"time/stop"'),
     "huge": lambda data: re.sub(rb'"reward/mean": [-\d.e]+', b'"reward/mean": 1e308', data),
     "no-reward": with_column("reward", ""),
-    "null-reward": with_column("reward", None),
-    "text-reward": with_column("reward", "high"),
-    "list-outcome": with_column("outcome", ["correct"]),
     "other-tokens": with_column("prompt_token_ids", [1, 2]),
     "half-list": lambda data: data[: data.index(b"trackers: [") + len(b"trackers: [")],
 }
@@ -88,9 +84,8 @@ other-row metrics.jsonl: train
 other rollouts/step_000004.parquet: report rollouts
 other rollouts/step_x.parquet: report rollouts
 flipped rollouts/step_000004.parquet: rollouts
-no-reward|null-reward|text-reward|list-outcome rollouts/step_000004.parquet: report rollouts
+no-reward rollouts/step_000004.parquet: report rollouts
 other-tokens rollouts/step_000004.parquet => rollouts: report
-figureless metrics.jsonl: report
 huge metrics.jsonl: READERS
 other-digit recipe.yaml: train
 other|half-list recipe.yaml: train READERS eval

@@ -150,7 +150,6 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     assert 5 <= int(place) < int(drafted[1]), "where some rollouts have ended"
     assert re.findall(r"<td>(\w+)</td><td>[+-]\d\.\d\d</td><td>0\.\d{3}", guesses)[0] > "0"
     assert guesses.count(", sampled") == 1
-    assert "<h2>The same prompt at steps 1, 16, 30</h2>" in page
     network = r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]"""
     assert not re.findall(network, page), "needs no network"
     assert page.count("<script>") == 2, "what a task or the policy wrote is escaped"
@@ -182,7 +181,7 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
     machines = f" on {machine}; then NVIDIA &lt;H100&gt;, 2027-01-01</p>"
     for text in ("This run has done 3 of 50 steps", "whose reward is 0: 1 timeout.", machines):
         assert text in page
-    for text in ("held-out accuracy after", "<h2>Samples", "<h2>The same prompt", "<script>alert"):
+    for text in ("held-out accuracy after", "<h2>Samples", "<script>alert"):
         assert text not in page
 
 
@@ -240,7 +239,7 @@ def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
     assert "... 2 more samples; --limit shows more" in rollouts(told, "--limit", 1)
 
 
-def test_equal_samples_are_shown_once_and_prompts_by_their_visits(tmp_path: Path) -> None:
+def test_equal_samples_are_shown_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "told", 3)
 
     def row(prompt: str, index: int, text: str, reward: float, outcome: str = "wrong") -> dict[str, Any]:
@@ -268,13 +267,6 @@ def test_equal_samples_are_shown_once_and_prompts_by_their_visits(tmp_path: Path
         ("4", "0"),
     ]
     assert "... 2 more samples" in rollouts(run, "--prompt", "p", "--limit", 2)
-    assert rollouts(run, "--by-prompt").splitlines() == [
-        "-1.000  q: 1.000 at step 1, 0.000 at step 3, visits: 2",
-        "+0.000  r·: 0.500 at step 2, 0.500 at step 2, visits: 1",
-        "+0.500  p: 0.250 at step 1, 0.750 at step 3, visits: 3",
-    ]
-    result = bench_cases.run("rollouts", run, "--by-prompt", "--limit", 3)
-    assert (result.exit_code, result.stderr) == (2, "error: --by-prompt: expected no other option\n")
 
 
 JSON_ROWS: list[tuple[tuple[object, ...], list[int]]] = [
