@@ -134,7 +134,6 @@ class Trainer:
         self._has_said_slow_rewards = False
         self._num_idle = 0
         """The last steps in a row that had no gradient, of this process."""
-        self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
 
@@ -177,8 +176,7 @@ class Trainer:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         self.trackers = start_trackers(self.recipe, step=self.step)
         run.begin(self.recipe)
-        machine = describe_machine(self.parts.policy.model.device, self.recipe.model.dtype)
-        self.changes += add_machine(run.path, machine)
+        add_machine(run.path, describe_machine(self.parts.policy.model.device, self.recipe.model.dtype))
         return run
 
     def _say_start(self) -> None:
@@ -192,7 +190,7 @@ class Trainer:
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
         say(describe_prompt(self.context.started(prompts[0]), self.context.tokenizer))
-        for change in self.changes:
+        for change in self.parts.changes:
             say(f"resuming: {change}")
         if resume and self.parts.checkpoint is None:
             say(f"resuming: {shown_path(self.run.path)} has no checkpoint, starting from step 0")
