@@ -69,7 +69,7 @@ def test_a_dictionary_with_functions_and_rows_trains_and_resumes(recipe: dict[st
 
     before = json.dumps(recipe, default=str)
     given: dict[str, Any] = {"rewards": [digits, {"name": wanted, "weight": 0.5}]}
-    given["on_step"] = lambda step, row: steps.append({"step": step} | row)
+    given["on_step"] = lambda step, row, run: steps.append({"step": step} | row)
     folder = srtrl.train(recipe, rows=ROWS, **given).folder
     assert json.dumps(recipe, default=str) == before
     assert {*seen} == {0, 1, 2}
