@@ -1,22 +1,18 @@
-"""The response that a report decodes again: its steps, and the fork it shows."""
+"""The response that a report decodes again, step by step."""
 
 import json
 from pathlib import Path
 
 import bench_cases
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_kernels import uniform_noise
 from recipe_cases import recipe_text
 
-from srtrl.model.noise import make_rng_key
+from srtrl.report.decoded_response import PromptHistory, decoded_response, read_history
 from srtrl.report.runs import read_run
-from srtrl.report.trie_view import PromptHistory, decoded_response, find_fork, read_history
 from srtrl.warm_start.training import train_tokenizer
 
 TEXTS = {
@@ -26,8 +22,6 @@ TEXTS = {
 }
 """Step -> prompt -> the texts of its samples."""
 END = "<|endoftext|>"
-SEED = 4
-"""The hash of the fork below is less than 2**63: read as a signed number it would give another noise."""
 COLUMNS = ("prompt_id", "prompt", "prompt_token_ids", "draw_index", "sample_index", "token_ids")
 
 
@@ -38,7 +32,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     tokenizer = train_tokenizer([], 257)
     tokenizer.save_pretrained(folder / "model")
-    (folder / "recipe.yaml").write_text(recipe_text(f"seed: {SEED}\n", path=folder / "model"))
+    (folder / "recipe.yaml").write_text(recipe_text("seed: 4\n", path=folder / "model"))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step, prompts in TEXTS.items():
         samples = [
@@ -50,27 +44,6 @@ def run(tmp_path: Path) -> Path:
         table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
         pq.write_table(table, folder / "rollouts" / f"step_{step:06d}.parquet")
     return folder
-
-
-def test_a_fork_has_the_rollouts_and_the_noise_of_each_guess(run: Path) -> None:
-    """Earlier ones part after `one plus `: two go on with `two`, one with `one`."""
-    guesses = find_fork(read_history(read_run(run)), lambda token_ids: str(token_ids[0]))
-    assert {guess.place for guess in guesses} == {len("one plus ")}
-    byte = {text: str(token) for text, token in zip("to", train_tokenizer([], 257).encode("to"), strict=True)}
-    known = {guess.text: (guess.num_rollouts, guess.is_sampled) for guess in guesses if guess.num_rollouts}
-    assert known == {byte["t"]: (2, True), byte["o"]: (1, False)}
-    assert len(guesses) > 2, "shorter contexts know more"
-    key = np.array([make_rng_key(SEED, "train", 0, 0)], np.uint64).view(np.int64)
-    uniform = uniform_noise(torch.from_numpy(key), torch.tensor([len("one plus ")]), 257)[0].numpy()
-    for guess in guesses:
-        assert guess.noise == pytest.approx(-np.log(-np.log(uniform[int(guess.text)])))
-    scores = [guess.score for guess in guesses]
-    assert scores == sorted(scores, reverse=True)
-
-
-def test_without_a_fork_or_the_noise_there_are_no_guesses() -> None:
-    assert find_fork(history_of([[1, 2]], [1, 2, 3]), str) == [], "one earlier rollout"
-    assert find_fork(history_of([[1, 2, 3], [1, 4, 3]], [1, 2, 3]), str) == [], "not of a run"
 
 
 def test_the_last_rollout_is_the_later_one_and_a_first_step_has_its_samples_in_turn(run: Path) -> None:

@@ -146,10 +146,6 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     cells = re.findall(r'<div class="cells( plain)?">(.*)</div>', page)
     counts = [row.count("<i ") for _, row in cells]
     assert (counts[0], sum(counts[1:]), len(cells) - 1) == (int(drafted[1]), int(drafted[1]), int(drafted[2]))
-    [(place, guesses)] = re.findall(r"<h4>A fork, after (\d+) tokens.*?<table>(.*?)</table>", page, re.DOTALL)
-    assert 5 <= int(place) < int(drafted[1]), "where some rollouts have ended"
-    assert re.findall(r"<td>(\w+)</td><td>[+-]\d\.\d\d</td><td>0\.\d{3}", guesses)[0] > "0"
-    assert guesses.count(", sampled") == 1
     network = r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]"""
     assert not re.findall(network, page), "needs no network"
     assert page.count("<script>") == 2, "what a task or the policy wrote is escaped"

@@ -13,9 +13,9 @@ from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.files import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
+from srtrl.report.decoded_response import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.report.rollouts import read_samples, token_rewards_text
 from srtrl.report.runs import Run, read_run
-from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.run.machine import read_machines
 from srtrl.run.step_metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
 

@@ -1,26 +1,17 @@
-"""A rollout's decode steps with drafts from its prompt's earlier rollouts, and what is known at a fork of these."""
+"""A rollout's decode steps with drafts from its prompt's earlier rollouts."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-import numpy as np
 
 from srtrl.bench.recorded import RecordedPrompt, feed_drafter, merge_prompts, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay
-from srtrl.drafters.draft_tree import ROOT
 from srtrl.drafters.srt import Drafter
 from srtrl.engine.stopping import decode
 from srtrl.model.folders import load_tokenizer
-from srtrl.model.noise import hash_row, uniform_of
 from srtrl.report.runs import Run, steps_by_prompt
 from srtrl.run.steps import latest_checkpoint
-from srtrl.types import num_equal
 
-MAX_NODES = 40
-"""Maximum number of nodes of the draft at a fork."""
 END_SIGN = "∎"
 """Stands for special tokens: mostly the end of a response."""
 
@@ -77,58 +68,6 @@ class _LoggedReplay(Replay):
         self.steps.append(live[0].sample.tokens[start : start + self.counts.num_tokens - num_tokens].tolist())
 
 
-class Guess(NamedTuple):
-    """A token that may come next, as a drafter knows it."""
-
-    place: int
-    """Tokens of the response before it."""
-    text: str
-    num_rollouts: int
-    """Earlier rollouts that are equal before the token and have it; 0: known from shorter contexts."""
-    noise: float
-    """The later rollout's noise, which is added to the token's log p."""
-    score: float
-    """Chance of acceptance by counts and noise, before any trust is learned."""
-    is_sampled: bool
-
-
-def find_fork(history: PromptHistory, decode: Decode) -> list[Guess]:
-    """The guesses at one fork, the best first; empty without a fork, or if the noise is not known.
-
-    It is the fork on the later rollout's path, in its first turn, where the second most frequent token has the most
-    earlier rollouts. Rollouts on disk have no distributions of the policy: none is in the scores.
-    """
-    [later] = history.later.samples
-    turn_end = later.extensions[0][0] if later.extensions else len(later.tokens)
-    texts = [sample.tokens for sample in history.earlier.samples]
-    shared = [num_equal(text, later.tokens) for text in texts]
-    # The first token has no draft.
-    following = [
-        Counter(int(text[place]) for text, num in zip(texts, shared, strict=True) if num >= place < len(text))
-        for place in range(1, turn_end)
-    ]
-    place, counts = max(enumerate(following, 1), key=lambda fork: _second(fork[1]), default=(0, Counter[int]()))
-    if not _second(counts) or later.rng_key is None:
-        return []
-    drafter, slot = Drafter(), np.zeros(1, np.int64)
-    feed_drafter(drafter, [history.earlier])
-    drafter.start(slot, [replace(history.later.request(0, 0, turn_end), rng_key=later.rng_key)])
-    drafter.observe(slot, later.tokens[:place], np.array([0, place]))
-    [tree] = drafter.propose(slot, slot + MAX_NODES, 0.0)
-    is_next, row_key = tree.parents == ROOT, np.uint64(hash_row(np.uint64(later.rng_key), place))
-    token_ids, scores = tree.token_ids[is_next].tolist(), tree.scores[is_next].tolist()
-    noise = -np.log(-np.log([uniform_of(row_key, token) for token in token_ids]))
-    return [
-        Guess(place, on_one_line(decode([token])), counts[token], gumbel, score, token == later.tokens[place])
-        for token, gumbel, score in zip(token_ids, noise.tolist(), scores, strict=True)
-    ]
-
-
-def _second(counts: Counter[int]) -> int:
-    """The second largest count; 0 without a fork."""
-    return counts.most_common(2)[1][1] if len(counts) > 1 else 0
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DecodedResponse:
     """A response in the decode steps that it takes with drafts from the prompt's earlier rollouts."""
@@ -139,8 +78,6 @@ class DecodedResponse:
     """Rollouts that the drafts came from."""
     pieces: list[list[str]]
     """Texts of the tokens of each step; the first token is of the prompt's forward pass, a step of its own."""
-    guesses: list[Guess]
-    """See `find_fork`."""
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +97,6 @@ def decoded_response(history: PromptHistory, decode: Decode) -> DecodedResponse:
         prompt_id=history.later.prompt_id,
         num_earlier=len(history.earlier.samples),
         pieces=[[on_one_line(decode([token_id])) for token_id in token_ids] for token_ids in steps],
-        guesses=find_fork(history, decode),
     )
 
 
