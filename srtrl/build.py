@@ -39,7 +39,7 @@ from srtrl.model.folders import end_token_ids, load_tokenizer
 from srtrl.ranks.sharding import resharded_after, unshard
 from srtrl.recipe.conflicts import find_conflicts
 from srtrl.recipe.file import Problem, RecipeError, validate_section
-from srtrl.recipe.schema import Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, Recipe
 from srtrl.rollout.one_rank import OneRank
 from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.checkpoint import PolicyFiles, checkpoint_to_resume, digest_models, digest_prompts
@@ -50,6 +50,7 @@ from srtrl.run.place import StartFlags, TrainingResult
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.grading import make_grader
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.objective import PolicyLearner, logprobs_column
@@ -144,7 +145,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         return Parts(
             context=context,
             task=task,
-            sampler=build_sampler(context, task, credit),
+            sampler=build_sampler(context, task, credit, build_order(recipe, task)),
             credit=credit,
             columns=build_columns(recipe, models),
             learners=[policy_learner] if models.critic is None else [models.critic, policy_learner],
@@ -220,10 +221,24 @@ def build_credit(recipe: Recipe) -> CreditAssigner:
     return CreditAssigner(recipe, describe, None if section is None else partial(teach, section))
 
 
-def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> Sampler:
+def build_order(recipe: Recipe, task: TaskBase) -> Order:
+    """Which training prompt is drawn when, by `data.order`.
+
+    Raises:
+        ValueError: there are no prompts, no such order, or it returns what is no order.
+    """
+    name = recipe.data.order
+    if name in STATIC_ORDERS:
+        return task.order(recipe.seed, is_shuffled=name == "shuffled")
+    from srtrl.features.data_order import StatisticsOrder
+
+    return StatisticsOrder(name, len(task.train_prompts), recipe.seed)
+
+
+def build_sampler(context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order) -> Sampler:
     """The sampler of `rollout.mode`."""
     samplers = {"on_policy": Sampler, "partial": PartialSampler, "spec_rl": SpecRlSampler}
-    return samplers[context.recipe.rollout.mode](context, task, credit)
+    return samplers[context.recipe.rollout.mode](context, task, credit, order)
 
 
 def build_training_engine(recipe: Recipe, models: Models, tokenizer: PreTrainedTokenizerBase, task: TaskBase) -> Engine:

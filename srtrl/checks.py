@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.recipe.schema import AlgorithmSection, EnvironmentSection, Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, AlgorithmSection, EnvironmentSection, Recipe
 from srtrl.resolve import Caught, check_call, declared, describe_error, describe_value, resolve_part, restore_process
 
 OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
@@ -68,7 +68,7 @@ def check_data(recipe: Recipe) -> Recipe:
     tokenizer = build.build_tokenizer(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
     task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
-    task.order(recipe.seed)  # raises if there are no training prompts
+    build.build_order(recipe, task)
     training_evals(task, recipe)
     return build.with_num_steps(recipe)
 
@@ -86,6 +86,8 @@ def _checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Iterator[tu
     yield "algorithm.filter_options", partial(_check_filter_options, recipe.algorithm)
     yield "rewards", partial(resolve_rewards, recipe.rewards)
     yield "task.name", partial(check_task, recipe)
+    if recipe.data.order not in STATIC_ORDERS:
+        yield "data.order", partial(resolve_part, "data.order", recipe.data.order)
     yield from _model_checks(recipe, warm_start=warm_start, downloads=downloads)
     yield "rollout.drafter", partial(_check_drafter, recipe)
     if recipe.rollout.environment is not None:

@@ -44,6 +44,7 @@ PARTS = {
     "algorithm.reduction": ("srtrl.algorithms.reductions", ("token_loss",)),
     "algorithm.kl.estimator": ("srtrl.algorithms.reductions", ("logprobs",)),
     "algorithm.filters": ("srtrl.algorithms.reductions", ("rewards",)),
+    "data.order": ("srtrl.features.data_order", ("seed",)),
 }
 """Option -> the module of its functions, and the names of their first argument, which tell them from its others."""
 

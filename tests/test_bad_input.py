@@ -88,6 +88,11 @@ def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam): re
 def needy_loss(logprobs, old, advantages, index, *, clip_low, clip_high, tau): return -advantages * logprobs / tau, {}
 def open_loss(logprobs, old, advantages, index, *, clip_low, clip_high, **options): return -advantages * logprobs, {}
 def old_filter(rewards): return rewards[:, 0] > 0
+def draws_twice(seed, epoch, statistics): return [0, 1, 2, 1]
+def draws_none(seed, epoch, statistics): return []
+def draws_beyond(seed, epoch, statistics): return range(51)
+def draws_lists(seed, epoch, statistics): return [[0, 1]]
+def draws_floats(seed, epoch, statistics): return [0.5, 1.5]
 def verl(data_source, solution_str, ground_truth): return 1.0
 def long(sample): return sample.num_tokens
 

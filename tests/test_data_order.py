@@ -1,28 +1,185 @@
-"""`data.order` and `train.num_passes`: which prompt is drawn when, and how many steps that takes."""
+"""`data.order`: draws that depend on how the samples of each prompt fared."""
 
+import shutil
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from rank_cases import FORKED
+from rank_runs import assert_close_runs, train_on_ranks
+from rollout_cases import make_group
+from safetensors.numpy import load_file
 from tiny_run import PPO, assert_same_run, make_recipe, train
 
-from srtrl.build import with_num_steps
+from srtrl.build import build_order, with_num_steps
+from srtrl.features.data_order import FILE, PromptStatistics, StatisticsOrder, shuffled, skip_silent
+from srtrl.metrics import read_metrics
 from srtrl.report.runs import read_run
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.order import DataOrder
-from srtrl.trainer.credit import CreditAssigner
-from srtrl.trainer.sampling import Sampler
+
+STEPS = (4, 7, 1, 12, 3, 20, 9)
+"""Numbers of draws."""
 
 
-def test_the_sampler_draws_in_the_order_of_the_recipe() -> None:
-    task: Any = SimpleNamespace(order=lambda *seeds, **options: DataOrder(10, *seeds, **options))
-    for name in ("shuffled", "as_is"):
-        recipe = make_recipe(Path(), Path(), data__order=name)
-        context: Any = SimpleNamespace(recipe=recipe, end_ids=(0,))
-        order = Sampler(context, task, CreditAssigner(recipe)).order
-        drawn = [order.prompt_of(draw) for draw in range(10)]
-        assert (drawn == list(range(10))) == (name == "as_is")
-        assert order.epochs(15) == {"data/epoch": 1.5}
+def statistics(num_prompts: int, **known: Any) -> PromptStatistics:
+    zeros = np.zeros(num_prompts, np.int64)
+    given = {"num_visits": zeros, "mean_reward": np.zeros(num_prompts), "num_right": zeros, "num_wrong": zeros}
+    return PromptStatistics(**given | known)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "as_is"])
+def test_an_order_that_reads_no_statistics_is_the_static_one(name: str) -> None:
+    task = TaskBase.__new__(TaskBase)
+    task.train_prompts = [make_group(0, ["correct"]).prompt] * 10
+    recipe = make_recipe(Path(), Path(), data__order=name)
+    order, static = StatisticsOrder(name, 10, recipe.seed), build_order(recipe, task)
+    assert isinstance(static, DataOrder)
+    assert ([static.prompt_of(draw) for draw in range(10)] == list(range(10))) == (name == "as_is")
+    num_draws = 0
+    for number in STEPS:
+        assert order.epochs(num_draws) == {"data/left_out": 0} | static.epochs(num_draws)
+        draws = range(num_draws, num_draws := num_draws + number)
+        assert [order.prompt_of(draw) for draw in draws] == [static.prompt_of(draw) for draw in draws]
+        order.observe([make_group(draw, ["wrong"]) for draw in draws], num_draws)
+    assert [order.prompt_of(draw) for draw in range(80)] == [static.prompt_of(draw) for draw in range(80)]
+
+
+def test_skip_silent_visits_with_the_probability_of_its_paper() -> None:
+    """Each prompt with max(p^z, 0.01), all right and all wrong apart; the seed and the epoch decide which."""
+    counts = np.arange(40_000) % 10  # no signal in the last 0 to 9 groups
+    half = np.arange(40_000) < 20_000
+    right, wrong = np.where(half, counts, 0), np.where(half, 0, counts)
+    # of all right 20 steps had more than an twelfth, so that p is 0.3; of all wrong 90 had less than a sixth: 0.95
+    shares = {"right_shares": np.array([0.1] * 20 + [0.2, 0.0] * 35), "wrong_shares": np.full(90, 0.1)}
+    visited = [*map(int, skip_silent(3, 2, statistics(40_000, num_right=right, num_wrong=wrong, **shares)))]
+    assert len(set(visited)) == len(visited)
+    for p, group in ((0.3, half), (0.95, ~half)):
+        share = Counter(counts[visited][group[visited]].tolist())
+        for z in range(10):
+            assert share[z] / 2000 == pytest.approx(max(p**z, 0.01), abs=0.035)
+    again = statistics(40_000, num_right=right, num_wrong=wrong, **shares)
+    assert visited == skip_silent(3, 2, again).tolist()
+    assert visited != skip_silent(3, 3, again).tolist()
+
+
+def test_without_a_prompt_to_visit_all_are_visited() -> None:
+    silent = statistics(3, num_right=np.full(3, 99))
+    epochs = [skip_silent(0, epoch, silent).tolist() for epoch in range(50)]
+    assert [0, 1, 2] in map(sorted, epochs)
+    assert all(epochs)
+
+
+def test_what_is_known_decides_when_a_draw_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guess may be wrong; what was drawn stays, and no epoch has a prompt twice."""
+    order = StatisticsOrder("shuffled", 8, 1)
+
+    def left(seed: int, epoch: int, known: PromptStatistics) -> list[int]:
+        """Those that were visited least often, the last ones first."""
+        return [prompt for prompt in range(7, -1, -1) if known.num_visits[prompt] <= epoch and prompt != 3]
+
+    monkeypatch.setattr(order, "_function", left)
+    order.observe([], 0)
+    assert [order.prompt_of(draw) for draw in range(9)] == [7, 6, 5, 4, 2, 1, 0, 7, 6]
+    order.statistics.num_visits[[5, 1]] = 2
+    assert order.prompt_of(2) == 5, "within a step nothing changes"
+    order.observe([], 2)
+    assert [order.prompt_of(draw) for draw in range(9)] == [7, 6, 4, 2, 0, 7, 6, 4, 2]
+    assert order.epochs(2) == {"data/epoch": 2 / 5, "data/left_out": 3 / 8}
+
+
+def test_the_statistics_are_those_of_the_groups() -> None:
+    """The last visit of each prompt, in two epochs: [draw]: outcomes, and rewards if they are not 0 and 1."""
+    order = StatisticsOrder("as_is", 5, 0)
+    right, wrong = ["correct"] * 2, ["wrong"] * 2
+    mixed: list[Any] = ["correct", "wrong"]
+    steps: list[list[tuple[Any, ...]]] = [
+        [(right,), (wrong,), (mixed,)],
+        [(right, (1.0, 0.5)), (["timeout", "error"],), (right,), (wrong, (0.2, 0.2))],
+        [(wrong,), (["correct", "timeout"],), (mixed, (0.3, 0.3))],
+    ]
+    draw = 0
+    for step in steps:
+        groups = [make_group(draw + index, group[0], rewards=(*group[1:], ())[0]) for index, group in enumerate(step)]
+        draw += len(groups)
+        for index in range(draw + 3):  # as run-aheads do
+            order.prompt_of(index)
+        order.observe(groups, draw)
+    known = order.statistics
+    assert known.num_visits.tolist() == [2, 2, 2, 2, 1]
+    assert known.mean_reward.tolist() == pytest.approx([1, 0.2, 0, 1, 0.3])
+    assert known.num_right.tolist() == [2, 0, 0, 1, 0]
+    assert known.num_wrong.tolist() == [0, 2, 1, 0, 1]
+    assert known.right_shares.tolist() == pytest.approx([1 / 3]), "of the one step that began after the first epoch"
+    assert known.wrong_shares.tolist() == pytest.approx([2 / 3])
+    order.prompt_of(11)
+    order.observe([make_group(draw, mixed) for draw in (10, 11)], 12)
+    assert known.num_visits.tolist() == [3, 3, 2, 2, 1]
+    assert known.num_right.tolist() == [0, 0, 0, 1, 0]
+    assert known.num_wrong.tolist() == [0, 0, 1, 0, 1]
+    assert known.wrong_shares.tolist() == pytest.approx([2 / 3, 0])
+
+
+SKIPPING: dict[str, Any] = {
+    "task__name": "tiny_run:LuckyTask",
+    "task__options__num_train": 8,
+    "rewards": [{"name": "correct"}],
+    "data__order": "skip_silent",
+    "train__num_steps": 6,
+    "train__checkpoint_every": 1,
+    "train__keep_checkpoints": 9,
+}
+"""Many prompts without a signal."""
+MODES: dict[str, dict[str, Any]] = {
+    "on_policy": {},
+    "dynamic": {"rollout__dynamic_sampling": True, "algorithm__filters": ["drop_uniform"]},
+    "partial": {"rollout__mode": "partial", "rollout__min_complete": 0.5, "algorithm__old_logprobs": "recompute"},
+    "spec_rl": {"rollout__mode": "spec_rl", "algorithm__old_logprobs": "recompute"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_is_the_same_after_a_resume_from_any_step(mode: str, policy: Path, tmp_path: Path) -> None:
+    """And with run-aheads, whose guesses cost a draft and no sample; prompts without a signal are left out."""
+    recipe = make_recipe(policy, tmp_path, **SKIPPING | MODES[mode])
+    folder = train(recipe).folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert max(row.get("data/left_out", 0) for row in rows) > 0.2
+    for step in (5, 3, 1) if mode == "on_policy" else (3,):
+        copy = make_recipe(policy, tmp_path / str(step), **SKIPPING | MODES[mode])
+        shutil.copytree(folder, copy.folder)
+        assert_same_run(train(copy, resume=True, from_step=step).folder, folder)
+    other = {"rollout__run_ahead_max_slowdown": 1e9, "rollout__slots": 40, "rollout__draft_budget": 8}
+    ahead = make_recipe(policy, tmp_path, **SKIPPING | MODES[mode] | other, name="ahead")
+    assert_same_run(train(ahead).folder, folder)
+
+
+def test_without_statistics_the_run_is_that_of_the_static_order(policy: Path, tmp_path: Path) -> None:
+    task = {"task__name": "tiny_run:LuckyTask", "rewards": [{"name": "correct"}]}
+    folders = [
+        train(make_recipe(policy, tmp_path, **task, name=name, data__order=order)).folder
+        for name, order in (("static", "shuffled"), ("asked", "test_data_order:as_shuffled"))
+    ]
+    assert_same_run(folders[1], folders[0], beside=("data/left_out",))
+    assert not list(folders[0].rglob(FILE))
+
+
+def as_shuffled(seed: int, epoch: int, known: PromptStatistics) -> Any:
+    return shuffled(seed, epoch, known)
+
+
+@FORKED
+def test_two_ranks_draw_what_one_draws(policy: Path, tmp_path: Path) -> None:
+    changes = SKIPPING | {"train__learning_rate": 1e-5, "train__num_steps": 4}
+    several = make_recipe(policy, tmp_path, **changes, name="several")
+    assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
+    one = train(make_recipe(policy, tmp_path, **changes, name="one")).folder
+    assert_close_runs(several.folder, one, tolerance=1e-5)
+    orders = [load_file(next((folder / "checkpoints").glob("*4")) / FILE) for folder in (several.folder, one)]
+    assert orders[0].keys() == orders[1].keys()
+    assert all(np.array_equal(orders[0][name], orders[1][name], equal_nan=True) for name in orders[0])
 
 
 @pytest.mark.parametrize(

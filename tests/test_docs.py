@@ -84,7 +84,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "rollout__max_new_tokens": 32,
         "train__num_steps": 1,
     },
-    "partial": OFF_POLICY | {"rollout__mode": "partial", "train__num_steps": 2},
+    "partial": OFF_POLICY | {"rollout__mode": "partial", "train__num_steps": 2, "data__order": "skip_silent"},
     "spec_rl": OFF_POLICY | {"rollout__mode": "spec_rl", "train__num_steps": 3},
 }
 

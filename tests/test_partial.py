@@ -180,9 +180,8 @@ def test_each_draw_is_learned_from_once_whatever_a_resume_changes(changes: list[
         recipe = make_recipe(Path(), Path(), **values, algorithm=algorithm, train__mini_batch_prompts=1)
         engine: Any = SimpleNamespace(run_ahead=NoRunAhead(), policy_version=step)
         context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(2,), started=lambda prompt: prompt)
-        prompts = [make_group(draw, ["correct"]).prompt for draw in range(5)]
-        task: Any = SimpleNamespace(train_prompts=prompts, order=lambda seed, **_: DataOrder(5, seed))
-        sampler = PartialSampler(context, task, CreditAssigner(recipe))
+        task: Any = SimpleNamespace(train_prompts=[make_group(draw, ["correct"]).prompt for draw in range(5)])
+        sampler = PartialSampler(context, task, CreditAssigner(recipe), DataOrder(5, recipe.seed))
         sampler.num_draws, sampler.earlier = num_draws, earlier
         with mock.patch("srtrl.features.off_policy.collect_rollouts", collect):
             collected = sampler.collect(step, cast(Any, Counting()))

@@ -139,6 +139,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "teacher": {"algorithm": {"teacher": {"coefficient": 0.3}}},  # the policy at its start
     "head": HEAD,
     "mixture": {"task": [EASY, LUCKY]},
+    "skip_silent": {
+        "task__name": "tiny_run:LuckyTask",
+        "task__options__num_train": 6,
+        "rewards": [{"name": "correct"}],
+        "data__order": "skip_silent",
+    },
 }
 """Four steps; ten prompts, 4 in a step: in the third some come again, with history."""
 
@@ -211,6 +217,8 @@ DEFAULT = {
     ("head", "no drafts"),
     ("mixture", "every run-ahead"),
     ("mixture", "killed in the rollout"),
+    ("skip_silent", "every run-ahead"),
+    ("skip_silent", "killed in the rollout"),
     ("ppo", "two sharded ranks"),
     ("lora", "two sharded ranks"),
 }
@@ -338,7 +346,7 @@ def test_lora_resumes_sharded_or_not(
 
 @FORKED
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "mixture"])
+@pytest.mark.parametrize("name", ["grpo", "mixture", "skip_silent"])
 def test_killed_at_random_times_again_and_again(
     name: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -186,8 +186,8 @@ def test_draws_of_the_next_step_run_ahead_and_none_after_the_last(tmp_path: Path
     collector: Any = SimpleNamespace(requests=lambda draws: [draw for draw, _ in draws])
     recipe = make_recipe(Path(), tmp_path, train__num_steps=2)
     context: Any = SimpleNamespace(recipe=recipe, engine=engine, end_ids=(0,), started=lambda prompt: prompt)
-    task: Any = SimpleNamespace(train_prompts=PROMPTS, order=lambda seed, **_: DataOrder(len(PROMPTS), seed))
-    sampler = Sampler(context, task, CreditAssigner(recipe))
+    task: Any = SimpleNamespace(train_prompts=PROMPTS)
+    sampler = Sampler(context, task, CreditAssigner(recipe), DataOrder(len(PROMPTS), recipe.seed))
     sampler.announce(1, range(4), collector)
     sampler.announce(1, range(4, 6), collector)  # as dynamic sampling does
     engine.run_ahead.clear()

@@ -33,6 +33,7 @@ from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts, data_order
 from srtrl.tasks.base import TaskBase
+from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.objective import logprobs_column
 from srtrl.trainer.passes import UpdateContext, fill
@@ -66,9 +67,11 @@ ACCEPTANCE = 0x5D2C_A8B1_93E6_470F
 class OffPolicySampler(Sampler):
     """Takes a step's groups in rounds, from samples of earlier steps too. A subclass says what a round is."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
+    def __init__(
+        self, context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order | None = None
+    ) -> None:
         """See `Sampler`."""
-        super().__init__(context, task, credit)
+        super().__init__(context, task, credit, order)
         self.earlier: dict[SampleKey, Response] = {}
         """Samples that later steps go on from, or begin with, by the key of the mode."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.rollout import MIN_TEMPERATURE, DraftHeadSection
-from srtrl.recipe.schema import ArchitectureSection, Recipe
+from srtrl.recipe.schema import STATIC_ORDERS, ArchitectureSection, Recipe
 
 Conflict = tuple[str, str]
 """The dotted key of the value to change first, whose line is shown, and its problem."""
@@ -79,6 +79,19 @@ RULES: tuple[Rule, ...] = (
         lambda r: r.task.name == "mixture" and r.rollout.environment is not None,
         "an environment goes with one task: expected none with several tasks, or one task",
     ),
+    (
+        "data.order",
+        lambda r: r.task.name == "mixture" and r.data.order not in STATIC_ORDERS,
+        "an order that depends on samples goes with one task: expected shuffled or as_is, or one task",
+    ),
+    (
+        "data.order",
+        lambda r: (
+            r.data.order == "skip_silent" and (r.rollout.num_samples == 1 or r.algorithm.advantage in OTHER_ADVANTAGES)
+        ),
+        "skip_silent takes a group with equal rewards for one without a signal, which it has with "
+        "algorithm.advantage {algorithm.advantage} and rollout.num_samples {rollout.num_samples}",
+    ),
     ("train.num_steps", lambda r: r.train.num_steps == 0 and r.train.num_passes is None, "expected at least 1"),
     (
         "train.num_passes",
@@ -87,9 +100,12 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.num_passes",
-        lambda r: r.train.num_passes is not None and (r.rollout.dynamic_sampling or r.rollout.mode == "partial"),
-        "needs a known number of draws in each step, which rollout.dynamic_sampling and rollout.mode partial do not "
-        "have: give train.num_steps",
+        lambda r: (
+            r.train.num_passes is not None
+            and (r.rollout.dynamic_sampling or r.rollout.mode == "partial" or r.data.order not in STATIC_ORDERS)
+        ),
+        "needs a known number of draws in each step, which rollout.dynamic_sampling, rollout.mode partial and a "
+        "data.order that reads statistics do not have: give train.num_steps",
     ),
     (
         "train.keep_best",
@@ -175,6 +191,7 @@ RULES: tuple[Rule, ...] = (
         "gspo needs one advantage per response, and a teacher gives one per token: expected gspo_token",
     ),
     ("algorithm.filters", lambda r: r.teaches_alone and r.algorithm.filters, f"{NO_REWARDS} no filters"),
+    ("data.order", lambda r: r.teaches_alone and r.data.order == "skip_silent", f"{NO_REWARDS} shuffled or as_is"),
     (
         "algorithm.kl.placement",
         lambda r: r.teaches_alone and r.algorithm.kl.coefficient and r.algorithm.kl.placement == "reward",

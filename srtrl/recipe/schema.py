@@ -90,8 +90,13 @@ class MixedTaskSection(TaskSection):
 class DataSection(Section):
     """Draws of the training prompts."""
 
-    order: Literal["shuffled", "as_is"] = "shuffled"
-    """`shuffled` anew in each epoch, or `as_is` (a curriculum in the file's order)."""
+    order: str = "shuffled"
+    """`shuffled` anew in each epoch, `as_is` (a curriculum in the file's order), `skip_silent` (which passes over most
+    prompts whose last groups gave no signal), or `package.module:function` of your own."""
+
+
+STATIC_ORDERS = ("shuffled", "as_is")
+"""Values of `data.order` that depend on no sample."""
 
 
 class KLSection(Section):

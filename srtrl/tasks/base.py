@@ -60,7 +60,7 @@ class TaskBase:
         return None
 
     def order(self, seed: int, *, is_shuffled: bool = True) -> Order:
-        """Which training prompt is drawn when."""
+        """Which training prompt is drawn when, if that depends on no sample."""
         return DataOrder(len(self.train_prompts), seed, is_shuffled=is_shuffled)
 
     @classmethod

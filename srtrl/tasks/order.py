@@ -1,7 +1,12 @@
 """Which training prompt is drawn when (`data.order`)."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
+
+from srtrl.types import RolloutGroup
 
 
 class Order:
@@ -16,6 +21,15 @@ class Order:
     def epochs(self, num_draws: int) -> dict[str, float]:
         """The metrics `data/epoch...` after `num_draws` draws."""
         raise NotImplementedError
+
+    def observe(self, groups: Sequence[RolloutGroup], num_draws: int) -> None:
+        """A step has these groups, and the run has had `num_draws` draws; called on all ranks."""
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint what does not follow from the number of draws."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` has written."""
 
 
 class DataOrder(Order):

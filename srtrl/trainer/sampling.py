@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from srtrl.engine.engine import Engine
     from srtrl.tasks.base import TaskBase
+    from srtrl.tasks.order import Order
 
 DRAWS_PER_PROMPT = 10
 """`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
@@ -85,7 +86,9 @@ class RolloutContext:
 class Sampler:
     """Takes each step's groups from the data order, at the place `num_draws`."""
 
-    def __init__(self, context: RolloutContext, task: TaskBase, credit: CreditAssigner) -> None:
+    def __init__(
+        self, context: RolloutContext, task: TaskBase, credit: CreditAssigner, order: Order | None = None
+    ) -> None:
         self.context = context
         self.credit = credit
         self.task = task
@@ -93,7 +96,7 @@ class Sampler:
         """Draws that the steps so far have used."""
         recipe = context.recipe
         self.sampling = train_sampling(recipe, context.end_ids)
-        self.order = task.order(recipe.seed, is_shuffled=recipe.data.order == "shuffled")
+        self.order = order or task.order(recipe.seed)
         rollout = recipe.rollout
         self.max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
@@ -113,6 +116,7 @@ class Sampler:
         epochs = self.order.epochs(self.num_draws)
         collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         rollouts = self.collect(step, collector)
+        self.order.observe(rollouts.groups, self.num_draws)
         check_not_all_failed(rollouts.groups, f"step {step}")
         context.turns.check_not_all_raised(f"step {step}")
         num_short = max(0, self.num_wanted - len(rollouts.kept)) if rollout.dynamic_sampling else 0

@@ -93,7 +93,7 @@ class Parts:
     @property
     def checkpointed(self) -> list[Part]:
         """All that a checkpoint holds, in the order in which it is read."""
-        return [*self.saved, *self.learners, self.sampler]
+        return [*self.saved, *self.learners, self.sampler, self.sampler.order]
 
 
 class Trainer:
