@@ -235,7 +235,7 @@ def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
     assert "... 2 more samples; --limit shows more" in rollouts(told, "--limit", 1)
 
 
-def test_equal_samples_are_shown_once(tmp_path: Path) -> None:
+def test_equal_samples_are_shown_once_and_prompts_by_their_visits(tmp_path: Path) -> None:
     run = make_run(tmp_path / "told", 3)
 
     def row(prompt: str, index: int, text: str, reward: float, outcome: str = "wrong") -> dict[str, Any]:
@@ -263,6 +263,13 @@ def test_equal_samples_are_shown_once(tmp_path: Path) -> None:
         ("4", "0"),
     ]
     assert "... 2 more samples" in rollouts(run, "--prompt", "p", "--limit", 2)
+    assert rollouts(run, "--by-prompt").splitlines() == [
+        "-1.000  q: 1.000 at step 1, 0.000 at step 3, visits: 2",
+        "+0.000  r·: 0.500 at step 2, 0.500 at step 2, visits: 1",
+        "+0.500  p: 0.250 at step 1, 0.750 at step 3, visits: 3",
+    ]
+    result = bench_cases.run("rollouts", run, "--by-prompt", "--limit", 3)
+    assert (result.exit_code, result.stderr) == (2, "error: --by-prompt: expected no other option\n")
 
 
 JSON_ROWS: list[tuple[tuple[object, ...], list[int]]] = [

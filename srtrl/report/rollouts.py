@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from srtrl.environments.base import count_turns, segment_titles
+from srtrl.types import GRADED_OUTCOMES
 
 if TYPE_CHECKING:
     from srtrl.report.runs import Run
@@ -35,7 +36,10 @@ def command(
         Literal["reward", "-reward", "length", "-length"] | None,
         typer.Option(help="Lowest first, with a minus highest first. [default: groups with unequal rewards first]"),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of samples.")] = 4,
+    by_prompt: Annotated[
+        bool, typer.Option("--by-prompt", help="For each prompt the mean reward at its first and its last step.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of samples. [default: 4]")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON row per sample, texts whole, without tokens and log-probs.")
@@ -48,6 +52,11 @@ def command(
     """
     from srtrl.report.runs import read_run
 
+    if by_prompt:
+        if (step, prompt, sort, limit, full, as_json) != (None, None, None, None, False, False):
+            raise ValueError("--by-prompt: expected no other option")
+        print_visits(read_run(run))
+        return
     samples = read_samples(read_run(run), step=step, prompt_id=prompt)
     if sort is None:
         rewards: dict[int, set[float]] = {}
@@ -56,6 +65,7 @@ def command(
         samples.sort(key=lambda sample: len(rewards[sample["draw_index"]]) == 1)
     else:
         samples.sort(key=lambda sample: sample[sort.removeprefix("-")], reverse=sort.startswith("-"))
+    limit = 4 if limit is None else limit
     if as_json:
         for sample in samples[:limit]:
             print(json.dumps(sample, ensure_ascii=False))
@@ -98,6 +108,25 @@ def merge_equal(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         key = str([sample[name] for name in ("draw_index", "text", "segments", "reward", "outcome")])
         merged.setdefault(key, {**sample, "num_equal": 0})["num_equal"] += 1
     return [*merged.values()]
+
+
+def print_visits(run: "Run") -> None:
+    """Print for each prompt the mean reward at the first and the last step that drew it, largest loss first."""
+    import pyarrow
+    import pyarrow.compute
+
+    from srtrl.report.runs import find_rollouts, read_rollouts
+
+    visits: dict[str, list[tuple[int, float]]] = {}
+    for step, path in find_rollouts(run).items():
+        table = read_rollouts(path, ["prompt_id", "reward", "outcome"])
+        graded = table.filter(pyarrow.compute.is_in(table["outcome"], pyarrow.array(GRADED_OUTCOMES)))
+        for row in graded.group_by("prompt_id").aggregate([("reward", "mean")]).to_pylist():
+            visits.setdefault(row["prompt_id"], []).append((step, row["reward_mean"]))
+    for name, of_prompt in sorted(visits.items(), key=lambda item: item[1][-1][1] - item[1][0][1]):
+        (first, before), (last, after) = of_prompt[0], of_prompt[-1]
+        rewards = f"{before:.3f} at step {first}, {after:.3f} at step {last}"
+        print(f"{after - before:+.3f}  {printable(name)}: {rewards}, visits: {len(of_prompt)}")
 
 
 def _segments(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
