@@ -107,7 +107,7 @@ def train(
     those of `run_training`, whose messages name the arguments. `on_step` is a function of (step, metrics, run), called
     on all ranks after each training step and its checkpoint, and after a resume once more for the step of the
     checkpoint: the metrics are those of docs/metrics.md, `run` is a `LiveRun`, and a dictionary of numbers that it
-    returns is logged, with names below `user/`. One of (step, metrics) is called on the main rank.
+    returns is logged, with names below `user/`.
     """
     loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows, downloads=True)
     try:

@@ -16,7 +16,7 @@ from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.lora import LoraAdamW
-from srtrl.features.teacher import check_scores, check_vocabulary
+from srtrl.features.teacher import check_vocabulary
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.folders import base_name, find_adapter, load_tokenizer, locate
 from srtrl.ranks.sharding import shard
@@ -163,7 +163,7 @@ def build_teacher(recipe: Recipe, device: torch.device, tokenizer: PreTrainedTok
     """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one.
 
     Raises:
-        ValueError: its vocabulary is not the policy's, or its scores are no numbers that repeat.
+        ValueError: its vocabulary is not the policy's.
     """
     section = recipe.algorithm.teacher
     if section is None:
@@ -171,7 +171,6 @@ def build_teacher(recipe: Recipe, device: torch.device, tokenizer: PreTrainedTok
     check_vocabulary(tokenizer, load_tokenizer(section.path))
     teacher = build_policy(recipe, section.path, device).requires_grad_(False)
     check_packed_attention(device, DTYPES[recipe.model.dtype], teacher.config.head_dim)
-    check_scores(teacher)
     shard_model(teacher, recipe)
     return teacher
 

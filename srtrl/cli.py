@@ -18,13 +18,12 @@ from typer.exceptions import TyperException
 from srtrl import __version__, generation
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
-from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.report import compare, export, rollouts, trie
+from srtrl.report import compare, export, rollouts
 from srtrl.resolve import shorten
 from srtrl.run.place import check_place
 
@@ -199,7 +198,6 @@ app.command("generate")(generation.command)
 
 
 app.command("replay")(replay)
-app.add_typer(tools.app, name="tool")
 
 
 @app.command("report")
@@ -221,7 +219,6 @@ def report(
 
 app.command("compare")(compare.command)
 app.command("rollouts")(rollouts.command)
-app.command("trie")(trie.command)
 app.command("export")(export.command)
 
 

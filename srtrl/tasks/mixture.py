@@ -112,7 +112,6 @@ class MixedGrader(Grader):
         self._rewards = [reward for grader in graders for reward in grader._rewards]
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self.computes_here = any(grader.computes_here for grader in graders)
-        self.serial_rewards = list(dict.fromkeys(chain(*(grader.serial_rewards for grader in graders))))
 
     def __enter__(self) -> Self:
         for grader in self._graders.values():
