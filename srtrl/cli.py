@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import textwrap
-import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
-from srtrl.resolve import shorten
+from srtrl.resolve import is_message, shorten
 from srtrl.run.place import check_place
 
 RecipePath = Annotated[
@@ -59,11 +58,7 @@ class Commands(TyperGroup):
                 error.message += f"; a value of the recipe is given as {' or '.join(f'{key}=VALUE' for key in keys)}"
             raise
         except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError) as error:
-            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-            is_bug = isinstance(error, ValueError | RuntimeError | FloatingPointError) and not raised_in.is_relative_to(
-                Path(__file__).parent
-            )
-            if is_bug or os.environ.get("SRTRL_TRACEBACK") == "1":
+            if not is_message(error):
                 raise
             is_interrupt = isinstance(error, KeyboardInterrupt)
             if should_report(error):
