@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
@@ -21,7 +22,7 @@ from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
-from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
+from srtrl.recipe.file import build_recipe, dump_recipe, expectation, is_recipe, keys_named, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import is_message, shorten
@@ -54,6 +55,10 @@ class Commands(TyperGroup):
         except (typer.Exit, BrokenPipeError):  # typer handles these
             raise
         except TyperException as error:
+            if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
+                hint, detail = error.format_message().split("'")[1], error.__cause__.errors()[0]
+                print(f"error: {hint}: {expectation(detail)}, found {detail['input']!r}", file=sys.stderr)
+                raise typer.Exit(2) from None
             if keys := keys_named(getattr(error, "option_name", "").lstrip("-").replace("-", "_")):
                 error.message += f"; a value of the recipe is given as {' or '.join(f'{key}=VALUE' for key in keys)}"
             raise

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -267,11 +268,16 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
             yield Problem(key, f"is missing ({meaning.splitlines()[0]})" if meaning else "is missing")
         else:
             key = _key_in(data, detail["loc"])
-            expected = EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", detail["msg"])
-            mismatches.setdefault(key, []).append(expected)
+            mismatches.setdefault(key, []).append(expectation(detail))
             shown[key] = _show(detail["input"])
     for key, alternatives in mismatches.items():
         yield Problem(key, f"{' or '.join(dict.fromkeys(alternatives))}, found {shown[key]}{HINTS.get(key, '')}")
+
+
+def expectation(detail: ErrorDetails) -> str:
+    """What pydantic (or typer, of a choice) expects of a value: the words of `EXPECTED`, or its own from "should"."""
+    own = re.sub(r"^Value error, .* is not (?=one of )", "should be ", detail["msg"]).rstrip(".")
+    return EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", own)
 
 
 def _key_in(data: Any, location: Sequence[Any]) -> str:
