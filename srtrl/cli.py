@@ -22,7 +22,8 @@ from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
-from srtrl.recipe.file import build_recipe, dump_recipe, expectation, is_recipe, keys_named, read_source
+from srtrl.recipe.fields import describe_fields, fields_of
+from srtrl.recipe.file import build_recipe, dump_recipe, expectation, is_recipe, keys_named, read_source, unknown_key
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import is_message, shorten
@@ -37,6 +38,12 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Rename an existing result to NAME.1 and start again.")]
+OPTIONS_OF = {
+    "task.options": ("srtrl.tasks", "Task"),
+    "rollout.environment.options": ("srtrl.environments", "Environment"),
+    "rollout.drafter_options": ("srtrl.drafters", "Drafter"),
+}
+"""Key -> the package and the class of the parts whose options stand there."""
 
 
 class Commands(TyperGroup):
@@ -246,16 +253,20 @@ def show_config(
     gpus: Annotated[
         int | None, typer.Option(min=1, max=4096, metavar="N", help="With --check: GPUs that share a step.")
     ] = None,
-    help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
+    help_fields: Annotated[
+        bool, typer.Option("--help-fields", help="Print every field and its meaning, or those of a KEY.")
+    ] = False,
 ) -> None:
     """Print a recipe with all values filled in.
 
     These are its own, defaults and overrides. With --check, what is computed of a run in place of them: its time, its
     disk, the memory of a step on each GPU, and what to change if it does not fit; the last line is the verdict.
-    With --help-fields: print every field and its meaning.
+    With --help-fields: print every field and its meaning; with a KEY (train, train.num_steps) those of this section
+    or this key.
     """
     if help_fields:
-        print_fields()
+        key = overrides[0] if overrides else str(recipe or "")
+        print_fields("" if is_recipe(Path(key)) and key not in fields_of(Recipe) else key)
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
@@ -277,19 +288,24 @@ def show_config(
     print(*(f"# {line}" if as_yaml else line for line in lines), sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 
-def print_fields() -> None:
-    """Print every field of a recipe, with the options of each task and drafter."""
-    from srtrl.recipe.fields import describe_fields
+def print_fields(key: str) -> None:
+    """Print every field of a recipe, with the options of each task, environment and drafter; with `key` those in it.
+
+    Raises:
+        ValueError: there is no such key.
+    """
     from srtrl.resolve import list_modules, resolve_class
 
-    print(describe_fields(Recipe))
-    for name in list_modules("srtrl.tasks", "Task"):
-        print(f"\ntask.options of task.name {name}:")
-        print(describe_fields(resolve_class("srtrl.tasks", name, "Task").Options, "task.options."))
-    for name in list_modules("srtrl.drafters", "Drafter"):
-        options = describe_fields(resolve_class("srtrl.drafters", name, "Drafter").Options, "rollout.drafter_options.")
-        if options:
-            print(f"\nrollout.drafter_options of rollout.drafter {name}:\n{options}")
+    parts, fields = [describe_fields(Recipe, within=key)], fields_of(Recipe)
+    for option, names in OPTIONS_OF.items():
+        for name in list_modules(*names):
+            options = resolve_class(names[0], name, names[1]).Options
+            fields |= fields_of(options, f"{option}.")
+            if text := describe_fields(options, f"{option}.", within=key):
+                parts.append(f"{option} of {names[1].lower()} {name}:\n{text}")
+    if not any(parts):
+        raise ValueError(f"--help-fields: {key}: {unknown_key(key, fields)}")
+    print(*filter(None, parts), sep="\n\n")
 
 
 if __name__ == "__main__":
