@@ -300,7 +300,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "argument `rows` and override `task.options.train`: task",
     ),
     ({"overrides": {"task.options.eval": 1}, "eval_rows": ROWS}, 'also give the override {"task.options.eval": None}'),
-    ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
+    ({"rewards": [lambda sample: 1.0]}, "(test_api.py:331) has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
     ({"overrides": {"eval.every_steps": 1}}, "prompts has no held-out problems: give `eval_rows=`, or train without"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
@@ -315,6 +315,8 @@ def test_a_mistake_in_the_arguments_is_a_message(
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         srtrl.load_recipe(**{"recipe": recipe, "rows": ROWS, "rewards": [digits]} | arguments)
     assert "\n" not in str(caught.value)
+    places = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert places == ["test_api.py", "api.py"]
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_data_parallel_plans_are_those_of_one_gpu_and_sharded_ones_shrink() -> N
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ("--gpus 0", ["Invalid value for '--gpus'", "greater than or equal to 1"]),
+        ("--gpus 0", ["error: --gpus: should be greater than or equal to 1, found '0'"]),
         ("--gpu h99", ["--gpu: expected GiB from 1 to 100,000, or one of a100, h100, h200, b200; found 'h99'"]),
         ("--gpu 0", ["--gpu: expected GiB from 1 to 100,000", "found '0'"]),
         (
