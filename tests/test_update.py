@@ -74,7 +74,7 @@ def weighed(mode: str, maximum: float) -> dict[str, Any]:
 
 
 OPTIONS: list[tuple[str, bool, dict[str, Any]]] = [
-    ("token_mean", False, {"kl": {}, "entropy_coefficient": 0.3}),
+    ("token_mean", False, {"kl": {"coefficient": 0.1, "estimator": "k1"}, "entropy_coefficient": 0.3}),
     ("token_mean", True, {"kl": {}, **weighed("token_truncate", 1.2), "opsm": 0.05}),
     ("token_mean", False, {"kl": {}, **weighed("token_mask", 1.2), "drift": 0.5}),
     ("sequence_mean_token_mean", True, {"kl": {}, **weighed("sequence_truncate", 1.2)}),
