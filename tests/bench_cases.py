@@ -100,3 +100,10 @@ def recorded(
 def run(*arguments: object) -> Result:
     """`srtrl` with these arguments; its tables may be wide."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def printed(*arguments: object) -> str:
+    """Output of a command that succeeds."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout

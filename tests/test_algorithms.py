@@ -5,9 +5,9 @@ Values and gradients of the losses are compared with other code in `test_update.
 """
 
 import importlib
-import inspect
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import algorithm_reference as reference
 import numpy as np
@@ -20,7 +20,8 @@ from padded_update import LOSSES, REDUCTIONS
 from torch import Tensor
 
 from srtrl.algorithms import advantages, losses, reductions
-from srtrl.algorithms.advantages import is_token_level, whiten
+from srtrl.algorithms.advantages import whiten
+from srtrl.recipe.schema import ImportanceMode
 from srtrl.resolve import PARTS, declared, list_functions, resolve_part
 
 F64 = torch.float64
@@ -81,6 +82,24 @@ def test_gspo_ratios_of_long_sequences_are_exact_in_float32() -> None:
     exact = (new.double() - old_float.double()).mean().exp().item()
     assert -token_loss[0].item() == pytest.approx(exact, abs=1.2e-7)
     assert exact == pytest.approx(1.0001, abs=1e-7)
+
+
+def test_dppo_bounds_the_weight_of_a_rare_token_as_verl_does() -> None:
+    """Verl's `compute_policy_loss_dppo_tv` cuts ratios at 20."""
+    new, decoder = torch.tensor([-8.0, -8.0], requires_grad=True), torch.tensor([-8.0 - math.log(19), -12.0])
+    loss, _ = losses.dppo(new, decoder, -torch.ones(2), new, clip_low=0.2, clip_high=0.2, rollout_logprobs=decoder)
+    assert torch.autograd.grad(loss.sum(), new)[0].tolist() == pytest.approx([19, 20])
+
+
+@pytest.mark.parametrize("mode", sorted(set(get_args(ImportanceMode)) - {"auto", "none"}))
+def test_equal_policies_have_no_importance_weights_whatever_the_range(mode: str) -> None:
+    logprobs = torch.linspace(-9, -0.1, 50).requires_grad_()
+    weights, is_outside = losses.importance_weights(
+        logprobs, logprobs.detach(), torch.arange(50) // 20, mode=mode, min=1.0, max=1.0
+    )
+    assert torch.equal(weights, torch.ones(50))
+    assert not weights.requires_grad
+    assert not is_outside.any()
 
 
 def test_the_value_clip_at_its_edges() -> None:
@@ -179,54 +198,10 @@ def test_equal_numbers_are_whitened_to_exactly_zero() -> None:
             assert whiten(values.float(), mask).dtype == torch.float32
 
 
-# --- Estimators of the KL, and the signatures of everything that a recipe can name ---------------------------
+# --- Estimators of the KL ---------------------------------------------------------------------------------------------
 
 
 def test_k3_keeps_small_differences() -> None:
     """In float32 exp(x) - 1 - x of x = 1e-3 would be off by a tenth."""
     found = reductions.k3(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-10])).item()
     assert found == pytest.approx(2**-21, rel=1e-3)
-
-
-def exact_kl(logits: Tensor, other: Tensor) -> Tensor:
-    logprobs, other_logprobs = logits.log_softmax(-1), other.log_softmax(-1)
-    return (logprobs.exp() * (logprobs - other_logprobs)).sum()
-
-
-def test_what_the_estimators_and_their_gradients_estimate() -> None:
-    """Expectations over all tokens of a small vocabulary, exactly: what `reductions.py` says of bias and gradients."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(7, generator=generator, dtype=F64).requires_grad_()
-    other = torch.randn(7, generator=generator, dtype=F64)
-    probs = logits.detach().softmax(-1)
-    forward = torch.autograd.grad(exact_kl(logits, other), logits)[0]
-    backward = torch.autograd.grad(exact_kl(other, logits), logits)[0]
-    true_kl = exact_kl(logits, other).item()
-    for estimator, gradient in (
-        (reductions.k1, torch.zeros(7, dtype=F64)),
-        (reductions.k2, forward),
-        (reductions.k3, backward),
-    ):
-        mean = (probs * estimator(logits.log_softmax(-1), other.log_softmax(-1))).sum()
-        torch.testing.assert_close(torch.autograd.grad(mean, logits)[0], gradient, rtol=1e-12, atol=1e-14)
-        assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not reductions.k2)
-
-
-@pytest.mark.parametrize(
-    "option",
-    ["algorithm.advantage", "algorithm.filters", "algorithm.kl.estimator", "algorithm.loss", "algorithm.reduction"],
-)
-def test_public_functions_of_a_kind_have_one_signature(option: str) -> None:
-    """Each is a legal name in a recipe, so the trainer calls each in the same way; further arguments are optional.
-
-    But those that a loss declares of what the trainer offers.
-    """
-    functions = [resolve_part(option, name) for name in list_parts(option)]
-    for of_tokens in {is_token_level(function) for function in functions}:  # such advantages are called differently
-        same_kind = [function for function in functions if is_token_level(function) == of_tokens]
-        signatures = [list(inspect.signature(function).parameters.values()) for function in same_kind]
-        expected = min(signatures, key=len)
-        for parameters in signatures:
-            assert parameters[: len(expected)] == expected
-            optional = [one for one in parameters[len(expected) :] if one.name != "rollout_logprobs"]
-            assert all(parameter.default is not parameter.empty for parameter in optional)

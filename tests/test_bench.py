@@ -7,23 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_cases import REPEATER, Repeater, recorded, write_rows
+from bench_cases import REPEATER, write_rows
 
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
 import bench_rollout
 from bench_rollout import (
     alternate,
-    check_completions,
     compare_pairs,
     generated_prompts,
-    make_engine,
-    prepare,
-    share_out,
 )
 
 NAMES = ("none", REPEATER)
@@ -34,24 +29,6 @@ def test_shapes_have_the_published_number_of_parameters() -> None:
     for shape, expected in billions.items():
         model = Transformer(config_from_hf(SHAPES[shape]), torch.float32, "meta")
         assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(expected, abs=5e-4)
-
-
-def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(policy: Path) -> None:
-    model = load_model(policy, dtype=torch.float32, device="cpu")
-    trace = share_out([recorded("3", (3, 7), [[5, 6], [9] * 6, [8, 8, 1]])], history=1 / 3)
-    engine = make_engine(model, 2, trace.max_sequence_tokens, draft_budget=4)
-    for _ in range(2):
-        prepare(engine, REPEATER, trace)
-        assert isinstance(engine.drafter, Repeater)
-        assert engine.drafter.log == ["learn 3: [5, 6]", "update"]
-        completions = list(engine.generate(trace.requests))
-        check_completions(completions, trace)
-        metrics = engine.take_metrics()
-        assert metrics["engine/tokens"] == 9
-        assert metrics["engine/tokens_per_decode_step"] > 1
-    completions[0].response.token_ids[0] += 1
-    with pytest.raises(AssertionError, match="not those of the trace"):
-        check_completions(completions, trace)
 
 
 def test_the_script_compares_drafters_on_a_trace(

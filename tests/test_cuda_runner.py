@@ -114,21 +114,7 @@ def runner_of(samples: Samples) -> CudaRunner:
     return samples.runner
 
 
-def test_graphs_compute_what_single_launches_do(samples: Samples) -> None:
-    """In the third round all shapes are replayed over new tokens, trees and numbers of sequences."""
-    runner = runner_of(samples)
-    samples.prefill()
-    was_prepared = []
-    for seed, slots in ((0, [0, 1, 2]), (1, [2, 0, 1]), (2, [0, 1, 2]), (3, [1, 2])):
-        trees = random_trees(np.random.default_rng(seed), [5, 2, 4] if len(slots) == 3 else [8, 3])
-        samples.check_step(slots, trees)
-        was_prepared.append(runner.was_prepared)
-        samples.accept(slots, trees, [[]] * len(slots))
-    assert was_prepared == [False, False, True, True]
-    assert len(runner._graphs) == 1
-
-
-def test_steps_are_captured_when_the_engine_warms_up_and_where_weights_have_moved_when_they_come_again(
+def test_steps_are_captured_when_the_engine_warms_up_and_again_only_where_weights_or_pages_have_moved(
     device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They compute what single launches do, over other tokens, trees and numbers of sequences."""
@@ -140,44 +126,27 @@ def test_steps_are_captured_when_the_engine_warms_up_and_where_weights_have_move
     samples.prefill()
     samples.step()  # the rest of the prompts is a part of its time
     assert set(planned) == set(runner._graphs._graphs)
-    for has_moved in (False, True):
-        if has_moved:
+    num_dropped = 0
+    for change in ("none", "weights in place", "weights moved", "pages moved"):
+        has_moved, before = "moved" in change, len(runner._graphs)
+        if change == "weights in place":
+            with torch.no_grad():
+                for model in (runner.model, samples.oracle):
+                    model.final_norm.mul_(1.5)
+        elif change == "weights moved":
             runner.model.final_norm.data = runner.model.final_norm.data.clone()
-            runner.weights_changed()
-        for seed, slots in ((0, [0, 1, 2]), (1, [2, 0, 1]), (2, [1, 2])):
+        elif change == "pages moved":
+            runner.allocate_pages(runner.num_pages + 1)
+            samples.prefill()
+        runner.weights_changed()
+        for seed, slots in ((0, [2, 0, 1]), (1, [1, 2]))[: 1 + has_moved]:
             trees = random_trees(np.random.default_rng(seed), [5, 2, 4] if len(slots) == 3 else [8, 3])
             samples.check_step(slots, trees)
-            assert runner.was_prepared == (not has_moved or seed > 0), "all three have one shape"
+            assert runner.was_prepared == (not has_moved or seed > 0), "both have one shape"
             samples.accept(slots, trees, [[]] * len(slots))
-        assert runner.num_graphs_dropped == (len(planned) if has_moved else 0)
+        num_dropped += before * has_moved
+        assert runner.num_graphs_dropped == num_dropped, change
     assert not device.findings
-
-
-def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then(samples: Samples) -> None:
-    runner = runner_of(samples)
-    samples.prefill()
-
-    def has_graph() -> bool:
-        """Whether the next step is replayed; afterwards it is."""
-        samples.check_step()
-        is_replayed = runner.was_prepared and len(runner._graphs) > 0
-        samples.step()
-        samples.step()
-        return is_replayed
-
-    assert not has_graph()
-    assert has_graph()
-    with torch.no_grad():
-        runner.model.final_norm.mul_(1.5)
-        samples.oracle.final_norm.mul_(1.5)
-    runner.weights_changed()
-    assert has_graph(), "weights were updated in place"
-    runner.model.final_norm.data = runner.model.final_norm.data.clone()
-    runner.weights_changed()
-    assert not has_graph()
-    runner.allocate_pages(runner.num_pages + 1)
-    samples.prefill()
-    assert not has_graph()
 
 
 def test_what_is_prepared_after_a_step_spoils_its_time_and_that_of_the_next_step(samples: Samples) -> None:

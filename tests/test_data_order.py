@@ -2,19 +2,17 @@
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rank_cases import FORKED
-from rank_runs import assert_close_runs, train_on_ranks
 from rollout_cases import make_group
-from safetensors.numpy import load_file
 from tiny_run import PPO, assert_same_run, make_recipe, train
 
 from srtrl.build import build_order, with_num_steps
-from srtrl.features.data_order import FILE, PromptStatistics, StatisticsOrder, shuffled, skip_silent
+from srtrl.features.data_order import PromptStatistics, StatisticsOrder, skip_silent
 from srtrl.metrics import read_metrics
 from srtrl.report.runs import read_run
 from srtrl.tasks.base import TaskBase
@@ -37,6 +35,8 @@ def test_an_order_that_reads_no_statistics_is_the_static_one(name: str) -> None:
     recipe = make_recipe(Path(), Path(), data__order=name)
     order, static = StatisticsOrder(name, 10, recipe.seed), build_order(recipe, task)
     assert isinstance(static, DataOrder)
+    with pytest.raises(ValueError, match="the task has no training prompts"):
+        DataOrder(0, 0)
     assert ([static.prompt_of(draw) for draw in range(10)] == list(range(10))) == (name == "as_is")
     num_draws = 0
     for number in STEPS:
@@ -128,12 +128,10 @@ SKIPPING: dict[str, Any] = {
     "rewards": [{"name": "correct"}],
     "data__order": "skip_silent",
     "train__num_steps": 6,
-    "train__checkpoint_every": 1,
-    "train__keep_checkpoints": 9,
+    "train__checkpoint_every": 3,
 }
 """Many prompts without a signal."""
 MODES: dict[str, dict[str, Any]] = {
-    "on_policy": {},
     "dynamic": {"rollout__dynamic_sampling": True, "algorithm__filters": ["drop_uniform"]},
     "partial": {"rollout__mode": "partial", "rollout__min_complete": 0.5, "algorithm__old_logprobs": "recompute"},
     "spec_rl": {"rollout__mode": "spec_rl", "algorithm__old_logprobs": "recompute"},
@@ -141,45 +139,15 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_is_the_same_after_a_resume_from_any_step(mode: str, policy: Path, tmp_path: Path) -> None:
-    """And with run-aheads, whose guesses cost a draft and no sample; prompts without a signal are left out."""
+def test_a_run_is_the_same_after_a_resume(mode: str, policy: Path, tmp_path: Path) -> None:
+    """Prompts without a signal are left out; `test_promises.py` has `on_policy`, and run-aheads, which guess."""
     recipe = make_recipe(policy, tmp_path, **SKIPPING | MODES[mode])
     folder = train(recipe).folder
     rows = read_metrics(folder / "metrics.jsonl")
     assert max(row.get("data/left_out", 0) for row in rows) > 0.2
-    for step in (5, 3, 1) if mode == "on_policy" else (3,):
-        copy = make_recipe(policy, tmp_path / str(step), **SKIPPING | MODES[mode])
-        shutil.copytree(folder, copy.folder)
-        assert_same_run(train(copy, resume=True, from_step=step).folder, folder)
-    other = {"rollout__run_ahead_max_slowdown": 1e9, "rollout__slots": 40, "rollout__draft_budget": 8}
-    ahead = make_recipe(policy, tmp_path, **SKIPPING | MODES[mode] | other, name="ahead")
-    assert_same_run(train(ahead).folder, folder)
-
-
-def test_without_statistics_the_run_is_that_of_the_static_order(policy: Path, tmp_path: Path) -> None:
-    task = {"task__name": "tiny_run:LuckyTask", "rewards": [{"name": "correct"}]}
-    folders = [
-        train(make_recipe(policy, tmp_path, **task, name=name, data__order=order)).folder
-        for name, order in (("static", "shuffled"), ("asked", "test_data_order:as_shuffled"))
-    ]
-    assert_same_run(folders[1], folders[0], beside=("data/left_out",))
-    assert not list(folders[0].rglob(FILE))
-
-
-def as_shuffled(seed: int, epoch: int, known: PromptStatistics) -> Any:
-    return shuffled(seed, epoch, known)
-
-
-@FORKED
-def test_two_ranks_draw_what_one_draws(policy: Path, tmp_path: Path) -> None:
-    changes = SKIPPING | {"train__learning_rate": 1e-5, "train__num_steps": 4}
-    several = make_recipe(policy, tmp_path, **changes, name="several")
-    assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
-    one = train(make_recipe(policy, tmp_path, **changes, name="one")).folder
-    assert_close_runs(several.folder, one, tolerance=1e-5)
-    orders = [load_file(next((folder / "checkpoints").glob("*4")) / FILE) for folder in (several.folder, one)]
-    assert orders[0].keys() == orders[1].keys()
-    assert all(np.array_equal(orders[0][name], orders[1][name], equal_nan=True) for name in orders[0])
+    copy = make_recipe(policy, tmp_path / "copy", **SKIPPING | MODES[mode])
+    shutil.copytree(folder, copy.folder)
+    assert_same_run(train(copy, resume=True, from_step=3).folder, folder)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +165,11 @@ def test_passes_are_counted_into_steps(
     assert (train.num_steps, train.num_passes) == (num_steps, None)
 
 
-def test_a_run_of_passes_is_one_of_as_many_steps(policy: Path, tmp_path: Path) -> None:
+def test_a_run_of_passes_is_one_of_as_many_steps(policy: Path, finished: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"name": "passes", "train__num_steps": None, "train__num_passes": 1.5}
     recipe = make_recipe(policy, tmp_path, **changes)
     folder = train(recipe).folder
-    assert_same_run(folder, train(make_recipe(policy, tmp_path)).folder)
+    assert_same_run(folder, finished())
     assert read_run(folder).recipe.train.num_steps == 4
     assert train(recipe, resume=True, from_step=2).num_steps == 4
     late = make_recipe(policy, tmp_path, **changes | {"name": "late"}, **PPO | {"critic__warmup_steps": 4})

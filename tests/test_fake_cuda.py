@@ -1,11 +1,11 @@
 """The CUDA path, unchanged, on a fake device: the CPU's tokens and metrics, and nothing that a device forbids.
 
 The kernels run under Triton's interpreter, as whole steps, captured and replayed. The slow ones are part of
-`make check-gpu-static`.
+`make check-gpu-static`. That the device sees what it is for is in `mutations.yaml`.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,131 +14,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda import FakeCuda, fake_cuda, is_here
+from fake_cuda import FakeCuda, fake_cuda
 from rank_cases import FORKED
 from rank_runs import Around, train_on_ranks
 from runner_cases import runner_policy
-from tiny_run import learned_rows, make_policy, make_recipe, train
+from tiny_run import SMALL, learned_rows, make_policy, make_recipe, train
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.cuda.graphs import StepGraphs
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.attention import PackedPlan
 from srtrl.recipe.schema import LoraSection, Recipe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
-
-Graphed = Callable[[], None]
-
-
-def captured(compute: Graphed) -> Graphed:
-    """A graph of it, which is computed once before."""
-    graphs = StepGraphs(torch.device("cuda"))
-    for _ in range(2):
-        graphs.run("step", compute)
-    assert len(graphs) == 1
-    return lambda: (graphs.run("step", compute), None)[1]
-
-
-def kinds(device: FakeCuda) -> set[str]:
-    """Kinds of errors that were found."""
-    return {finding.split(" at ")[0] for finding in device.findings}
-
-
-def test_it_has_no_results_on_the_host_and_no_operands_there(device: FakeCuda) -> None:
-    here = torch.ones(3, device="cuda")
-    assert (here + 1).device == here[1:].device == here.new_empty(2).device == torch.device("cuda", 0)
-    assert torch.zeros(2).device == here.cpu().device == torch.device("cpu")
-    assert torch.empty(2, device="cuda").isnan().all()
-    with pytest.raises(RuntimeError, match="same device"):
-        here + torch.ones(3)
-    with pytest.raises(TypeError, match="convert"):
-        here.numpy()
-    weight = torch.ones(3, device="cuda", requires_grad=True)
-    (weight * here).sum().backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    assert is_here(weight.grad)
-    assert not device.findings
-
-
-def test_a_download_arrives_when_the_host_has_waited_for_it(device: FakeCuda) -> None:
-    host, event = torch.zeros(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    host.copy_(torch.ones(2, dtype=torch.int32, device="cuda"), non_blocking=True)
-    event.record()
-    assert host.tolist() != [1, 1]
-    event.synchronize()
-    assert host.tolist() == [1, 1]
-    assert not device.findings
-
-
-def test_pinned_memory_that_changes_during_an_upload_is_reported(device: FakeCuda) -> None:
-    host = torch.zeros(2, pin_memory=True)
-    host.to("cuda", non_blocking=True)
-    host += 1
-    torch.cuda.synchronize()
-    assert kinds(device) == {"race: memory was written while it was copied"}
-
-
-def test_a_graph_runs_when_it_is_replayed_and_not_when_it_is_captured(device: FakeCuda) -> None:
-    count, step = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
-    replay = captured(lambda: (count.add_(step * 2), None)[1])
-    assert float(count) == 4, "computed twice"
-    step.fill_(10)
-    replay()
-    assert float(count) == 24
-    assert device.num_captures == 1
-    assert not device.findings
-
-
-def test_a_graph_copies_what_pinned_memory_holds_when_it_is_replayed(device: FakeCuda) -> None:
-    host, there, back = torch.zeros(1, pin_memory=True), torch.zeros(1, device="cuda"), torch.zeros(1, pin_memory=True)
-
-    def compute() -> None:
-        there.copy_(host, non_blocking=True)
-        there.add_(1)
-        back.copy_(there, non_blocking=True)
-
-    replay = captured(compute)
-    torch.cuda.synchronize()
-    for number in (3, 4):
-        host.fill_(number)
-        replay()
-        assert float(back) != number + 1, "nobody has waited"
-        torch.cuda.synchronize()
-        assert float(back) == number + 1
-    assert not device.findings
-
-
-def test_memory_that_a_graph_uses_and_that_was_freed_is_reported(device: FakeCuda) -> None:
-    place = {"weight": torch.ones(1, device="cuda")}
-    count = torch.zeros(1, device="cuda")
-    replay = captured(lambda: (count.add_(place["weight"]), None)[1])
-    replay()
-    assert not device.findings
-    place["weight"] = place["weight"].clone()
-    replay()
-    assert kinds(device) == {"stale: add_ uses memory that was freed, captured"}
-
-
-@pytest.mark.parametrize(
-    ("compute", "expected"),
-    [
-        (lambda x: x.sum().item(), "capture: _local_scalar_dense"),
-        (lambda x: x[x > 0], "capture: index"),
-        (lambda x: x.cpu(), "capture: a copy between host and device"),
-        (lambda x: x.copy_(torch.zeros(2)), "capture: a copy between host and device"),
-        (lambda x: torch.zeros(2), "capture: zeros on the host"),
-        (lambda x: torch.cuda.synchronize(), "capture: synchronize"),
-    ],
-)
-def test_what_no_capture_may_hold_is_reported(
-    device: FakeCuda, compute: Callable[[torch.Tensor], Any], expected: str
-) -> None:
-    x = torch.ones(2, device="cuda")
-    captured(lambda: (x.mul_(1), compute(x), None)[2])
-    assert expected in kinds(device)
-
 
 BF16 = {"model__dtype": "bfloat16", "train__max_logprob_difference": 1.0}
 TRAINING: dict[str, dict[str, Any]] = {
@@ -161,20 +49,12 @@ def small_recipe(policy: Path, folder: Path, device: str, **changes: Any) -> Rec
     values: dict[str, Any] = {
         "device": device,
         "rollout__drafter": "none",
-        "rollout__num_prompts": 2,
-        "rollout__num_samples": 2,
-        "rollout__max_new_tokens": 6,
-        "rollout__slots": 4,
-        "rollout__kv_memory_gib": 0.001,
         "train__num_steps": 1,
         "train__checkpoint_every": 1,
-        "train__num_epochs": 1,
         "train__mini_batch_prompts": 1,
-        "train__micro_batch_tokens": 120,
         "task__options": {"num_train": 4, "num_eval": 2, "min_operations": 1, "max_operations": 1},
-        "rewards": [{"name": "tiny_run:digits"}],
     }
-    return make_recipe(policy, folder, **(values | changes))
+    return make_recipe(policy, folder, **(SMALL | values | changes))
 
 
 def train_small(policy: Path, folder: Path, device: str, *, resume: bool = False, **changes: Any) -> Any:

@@ -9,10 +9,11 @@ import sys
 import tokenize
 import tomllib
 from collections.abc import Callable
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, unseen_faults
 
 from srtrl.recipe.fields import fields_of, section_in
 from srtrl.recipe.file import read_yaml
@@ -43,10 +44,10 @@ IMPORTED_BY = {
 }
 """Arguments of the command line, and what it imports of `HEAVY` at most; RUN is the folder of a run."""
 LAYERS = (
+    ("algorithms",),
     ("types", "resolve", "files", "metrics", "statistics"),
     ("recipe",),
     ("ranks",),
-    ("algorithms",),
     ("model",),
     ("drafters",),
     ("engine",),
@@ -205,26 +206,6 @@ def test_the_plain_core_does_not_name_what_a_recipe_may_add() -> None:
     assert named == set()
 
 
-def test_the_search_sees_circles_in_functions_and_for_type_checkers() -> None:
-    sources = {
-        "srtrl": "",
-        "srtrl.a": "from srtrl.b import thing",
-        "srtrl.b": "def thing():\n    import srtrl.c\n",
-        "srtrl.c": "from srtrl import d",
-        "srtrl.d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from srtrl.a import x\n",
-    }
-    for missing in ("srtrl.b", "srtrl.d"):
-        TopologicalSorter(graph_of(sources | {missing: ""})).prepare()
-    with pytest.raises(CycleError):
-        TopologicalSorter(graph_of(sources)).prepare()
-
-
-def test_algorithms_import_nothing_of_ours() -> None:
-    for file in (PACKAGE / "algorithms").glob("*.py"):
-        ours = re.findall(r"^\s*(?:from|import) (srtrl\.(?!algorithms)\S+)", file.read_text(encoding="utf-8"), re.M)
-        assert ours == [], file
-
-
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param(one, marks=pytest.mark.slow if "torch" in names else ()) for one, names in IMPORTED_BY.items()],
@@ -299,11 +280,6 @@ def test_no_object_is_configured_after_it_was_made() -> None:
     assert changed == CHANGED_FROM_OUTSIDE.keys()
 
 
-def test_no_file_is_a_drawer_for_everything() -> None:
-    names = {"utils", "util", "helpers", "helper", "misc", "common"}
-    assert not [file for file in FILES if file.stem in names]
-
-
 def test_files_and_functions_stay_readable() -> None:
     too_long = []
     for file in FILES:
@@ -371,11 +347,14 @@ def test_every_option_is_set_by_a_recipe_or_has_a_reason() -> None:
         assert all(name in page.read_text(encoding="utf-8") for page in pages), f"{key}: its page does not name it"
 
 
+def test_every_fault_of_the_table_has_its_place() -> None:
+    counts = {name: (PACKAGE / row["file"]).read_text("utf-8").count(row["old"]) for name, row in MUTATIONS.items()}
+    assert counts == dict.fromkeys(MUTATIONS, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_fault_of_the_table_is_seen() -> None:
-    from mutations import unseen_faults
-
     assert unseen_faults() == []
 
 

@@ -1,18 +1,15 @@
 """Several tasks in one run."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rank_cases import FORKED
-from rank_runs import assert_close_runs, train_on_ranks
-from tiny_run import EASY, LUCKY, assert_same_run, make_policy, make_recipe, train
+from tiny_run import EASY, LUCKY, assert_same_run, make_recipe, train
 
 from srtrl.build import build_tokenizer
 from srtrl.metrics import read_metrics
-from srtrl.recipe.schema import Recipe
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import make_grader
 from srtrl.tasks.mixture import MixedOrder
@@ -62,13 +59,10 @@ def test_weights_that_fit_no_short_cycle_are_met_as_near_as_one_draw() -> None:
             assert abs(tasks[:num].count(task) - num * weight / 4.24159) < 1.5
 
 
-def test_a_list_of_one_task_is_that_task(tmp_path: Path) -> None:
-    task = {"name": "arithmetic", "options": EASY["options"]}
-    policy, rewards = make_policy(tmp_path / "policy"), [{"name": "correct", "weight": 2.0}]
-    plain = make_recipe(policy, tmp_path / "runs", task=task, rewards=rewards, name="plain")
-    listed = make_recipe(policy, tmp_path / "runs", task=[task | {"weight": 3, "rewards": rewards}], name="listed")
-    assert listed == plain.model_copy(update={"name": "listed"})
-    assert_same_run(train(listed).folder, train(plain).folder)
+def test_a_list_of_one_task_is_that_task(policy: Path, tmp_path: Path) -> None:
+    task, rewards = {"name": "arithmetic", "options": EASY["options"]}, [{"name": "correct", "weight": 2.0}]
+    plain = make_recipe(policy, tmp_path, task=task, rewards=rewards)
+    assert make_recipe(policy, tmp_path, task=[task | {"weight": 3, "rewards": rewards}]) == plain
 
 
 def test_tasks_of_one_size_are_shuffled_apart_and_may_be_as_they_are(policy: Path, tmp_path: Path) -> None:
@@ -109,39 +103,22 @@ def test_rewards_of_every_kind_see_the_samples_of_their_task_alone(policy: Path,
     assert rewards == pytest.approx([0 + 3, -1 + 2 * 2.01, 2 + 3.02, 3 + 3.03, -4 + 2 * 2.04])
 
 
-@FORKED
-def test_two_ranks_draw_and_grade_what_one_does(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "train__num_steps": 2,
-        "train__learning_rate": 1e-4,
-        "rewards": [{"name": "rank_runs:weight"}],
-    }
-    several = mixture(tmp_path, name="several", **changes)
-    assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
-    one = train(mixture(tmp_path, name="one", **changes)).folder
-    assert_close_runs(several.folder, one, tolerance=1e-5)
+def test_a_resumed_run_of_partial_is_the_same(policy: Path, tmp_path: Path) -> None:
+    """`test_promises.py` has `on_policy`."""
+    mode = {"rollout__mode": "partial", "algorithm__old_logprobs": "recompute"}
+    whole, resumed = (
+        make_recipe(policy, tmp_path, task=[EASY, LUCKY], name=name, **mode) for name in ("whole", "resumed")
+    )
+    folder = train(whole).folder
+    shutil.copytree(folder, resumed.folder)
+    assert_same_run(train(resumed, resume=True, from_step=2).folder, folder)
 
 
-def mixture(tmp_path: Path, **changes: Any) -> Recipe:
-    """A run of both tasks, whose policy is there once."""
-    policy = tmp_path / "policy"
-    if not policy.exists():
-        make_policy(policy)
-    return make_recipe(policy, tmp_path / "runs", task=[EASY, LUCKY], **changes)
-
-
-@pytest.mark.parametrize("mode", [{}, {"rollout__mode": "partial", "algorithm__old_logprobs": "recompute"}])
-def test_a_resumed_run_is_the_same_and_each_sample_has_its_tasks_rewards(tmp_path: Path, mode: dict[str, Any]) -> None:
-    folder = train(mixture(tmp_path, name="whole", **mode)).folder
-    first = mixture(tmp_path, name="resumed", **mode)
-    train(first)
-    resumed = train(first, resume=True, from_step=2).folder
-    assert_same_run(resumed, folder)
+def test_each_sample_has_its_tasks_rewards(finished: Callable[..., Path]) -> None:
+    folder = finished(task=[EASY, LUCKY])
     before, *steps = read_metrics(folder / "metrics.jsonl")
     for label in ("easy", "LuckyTask"):
         assert {f"eval/accuracy/{label}", f"eval/reward/{label}"} <= set(before)
-    if mode:
-        return
     assert [(row["data/epoch/easy"], row["data/epoch/LuckyTask"]) for row in steps] == [
         (0, 0),
         (3 / 10, 1 / 7),

@@ -1,4 +1,4 @@
-"""PPO of a bfloat16 policy and critic from end to end: what it learns, its warm-up, and a state that does not fit."""
+"""PPO of a bfloat16 policy and critic: the warm-up of the critic, and a state of the optimizer that does not fit."""
 
 import shutil
 from collections.abc import Callable
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, save
 from tiny_run import PPO, make_recipe, train
 
-from srtrl.features.critic import load_value_model
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model
 from srtrl.run.checkpoint import OPTIMIZER, read_state
@@ -22,26 +21,6 @@ BFLOAT16 = PPO | {"model__dtype": "bfloat16"}
 
 def weights_of(folder: Path) -> list[torch.Tensor]:
     return list(load_model(folder, dtype=torch.bfloat16, device="cpu").parameters())
-
-
-def test_critic_and_policy_learn_something(policy: Path, finished: Callable[..., Path]) -> None:
-    run = finished(**BFLOAT16)
-    rows = {int(row["step"]): row for row in read_metrics(run / "metrics.jsonl")}
-    assert all(rows[step]["critic/grad_norm"] > 0 for step in range(1, 5))
-    assert rows[1]["critic/value_mean"] == 0  # of a head that is zero
-    assert len({rows[step]["critic/value_mean"] for step in range(1, 5)}) == 4
-    assert rows[4]["critic/explained_variance"] < 1
-    assert rows[1]["critic/explained_variance"] == pytest.approx(0, abs=1e-12)
-    assert all(rows[step]["grad_norm"] > 0 for step in range(2, 5))
-    assert rows[4]["kl/ref"] > 1e-4
-    folder = run / "checkpoints" / "step_000004"
-    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
-    [file] = (folder / "optimizer").iterdir()
-    masters = [one for name, one in load_file(file).items() if name.endswith(".master")]
-    assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
-    assert {"time/values", "time/critic", "time/update"} <= rows[4].keys()
-    first, last = (load_value_model(one, dtype=torch.bfloat16, device="cpu") for one in (policy, folder / "critic"))
-    assert all(not torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))
 
 
 def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> None:

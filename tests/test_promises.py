@@ -194,6 +194,10 @@ SHORT: dict[str, Any] = {
     "eval__num_problems": 5,
 }
 """Options of runs on several ranks, whose sums differ: the second step has the prompts of the first."""
+SHORT_OF: dict[str, dict[str, Any]] = {
+    "ppo": SHORT | {"critic": {"learning_rate": 0.001}, "rewards": [{"name": "test_token_rewards:by_text"}]},
+    "mixture": {name: value for name, value in SHORT.items() if not name.startswith("task")},  # it has several
+}
 
 DEFAULT = {
     ("grpo", "every run-ahead"),
@@ -220,14 +224,14 @@ DEFAULT = {
     ("skip_silent", "every run-ahead"),
     ("skip_silent", "killed in the rollout"),
     ("ppo", "two sharded ranks"),
-    ("lora", "two sharded ranks"),
+    ("mixture", "two ranks"),
+    ("skip_silent", "two ranks"),
 }
 ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LIMITS, ("uneven", "dynamic")),
     **dict.fromkeys(OTHER_KILLS, ("grpo",)),
     "a draft head": tuple(RECIPES.keys() - {"head"}),
     "more evaluation and logging": ("uneven", "dapo"),  # rewards of others draw from the global generator
-    "two ranks": tuple(RECIPES.keys() - {"mixture"}),  # test_mixture.py
     "two sharded ranks": tuple(RECIPES.keys() - {"head", "mixture"}),
 }
 """Disturbances of these recipes alone."""
@@ -318,7 +322,7 @@ def test_killed_and_resumed_equals_uninterrupted(
 def test_several_ranks_learn_what_one_process_learns(
     recipe: str, disturbance: str, policy: Path, finished: Callable[..., Path], tmp_path: Path
 ) -> None:
-    one = RECIPES[recipe] | SHORT | ({"critic": {"learning_rate": 0.001}} if recipe == "ppo" else {})
+    one = RECIPES[recipe] | SHORT_OF.get(recipe, SHORT)
     several = make_recipe(policy, tmp_path, **one | RANKS[disturbance])
     assert [process.exitcode for process in train_on_ranks(several, 2)] == [0, 0]
     assert_close_runs(tmp_path / "run", finished(**one), tolerance=1e-5)

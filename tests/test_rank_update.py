@@ -12,18 +12,15 @@ import numpy.typing as npt
 import pytest
 import torch
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
-from engine_cases import decode, options, outputs, requests_for, tiny_policy
 from rank_cases import FORKED, RankPool, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
-from srtrl import ranks
-from srtrl.engine.engine import Engine
 from srtrl.features.critic import Critic, values_column
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.transformer import Transformer
-from srtrl.ranks.sharding import reshard, shard, unshard
+from srtrl.ranks.sharding import reshard, shard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
 from srtrl.trainer.objective import logprobs_column
@@ -212,36 +209,3 @@ def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
     assert "RuntimeError: the user's own" in failures[1]
     waited = "RankError: rank 0 of 2 waited for the others (step 1, epoch 1, mini-batch 1): another rank has ended"
     assert waited in failures[0]
-
-
-# --- Sharded weights, and the decoder ---------------------------------------------------------------------------------
-
-
-def decode_and_learn() -> None:
-    """Runs on each rank; they take different numbers of decode steps."""
-    recipe = make_recipe(train__sharding="fsdp2", train__micro_batch_tokens=BUDGET)
-    requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index() :]
-    policy, plain = tiny_policy(torch.bfloat16), tiny_policy(torch.bfloat16)
-    sequences = make_sequences(plain)
-    shard(policy)
-    assert all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in policy.parameters())
-    optimizer = build_optimizer(policy, **ADAMW)
-    unshard(policy)
-    engine, other = Engine(policy, options()), Engine(plain, options())
-    assert policy.dtype == torch.bfloat16
-    assert all(map(torch.equal, policy.parameters(), plain.parameters()))
-    for step in (1, 2):
-        assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
-        reshard(policy)
-        assert all(isinstance(one, DTensor) for one in policy.parameters())
-        update(policy, optimizer, sequences, recipe, step=step)
-        unshard(policy)
-        assert not torch.equal(policy.embedding, plain.embedding)
-        with torch.no_grad():
-            torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
-        engine.end_step(has_new_weights=True)
-        other.end_step(has_new_weights=True)
-
-
-def test_the_decoder_reads_weights_that_are_whole_for_the_rollouts() -> None:
-    run_ranks(2, decode_and_learn)

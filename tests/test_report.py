@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import bench_cases
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from bench_cases import printed
+from bench_cases import run as command
 from recipe_cases import recipe_text
 
 from srtrl.metrics import MetricLog
@@ -217,22 +218,16 @@ def told(tmp_path: Path) -> Path:
     return run
 
 
-def rollouts(*arguments: object) -> str:
-    result = bench_cases.run("rollouts", *arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
-    shown = rollouts(told)
+    shown = printed("rollouts", told)
     assert "step 2, prompt p-1, sample 0: reward 1.1 (format 1), not learned from, correct" in shown
     assert "1 tokens, finish reason: stop" in shown
     assert shown.count("What is 2?") == 1
     assert shown.count("reference answer\ntwo\n") == 3
     assert "short·[2J [bold]" in shown, "no control character reaches the terminal, and nothing is markup"
     assert "... 500 more characters; --full shows all" in shown
-    assert "x" * 2500 in rollouts(told, "--full")
-    assert "... 2 more samples; --limit shows more" in rollouts(told, "--limit", 1)
+    assert "x" * 2500 in printed("rollouts", told, "--full")
+    assert "... 2 more samples; --limit shows more" in printed("rollouts", told, "--limit", 1)
 
 
 def test_equal_samples_are_shown_once_and_prompts_by_their_visits(tmp_path: Path) -> None:
@@ -255,20 +250,20 @@ def test_equal_samples_are_shown_once_and_prompts_by_their_visits(tmp_path: Path
         start=1,
     ):
         pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / step_file_name(step))
-    shown = rollouts(run, "--prompt", "p")
+    shown = printed("rollouts", run, "--prompt", "p")
     assert re.findall(r"sample (.*?): reward (\S+) ", shown) == [
         ("0 (2 equal)", "1"),
         ("1", "1"),
         ("3", "0"),
         ("4", "0"),
     ]
-    assert "... 2 more samples" in rollouts(run, "--prompt", "p", "--limit", 2)
-    assert rollouts(run, "--by-prompt").splitlines() == [
+    assert "... 2 more samples" in printed("rollouts", run, "--prompt", "p", "--limit", 2)
+    assert printed("rollouts", run, "--by-prompt").splitlines() == [
         "-1.000  q: 1.000 at step 1, 0.000 at step 3, visits: 2",
         "+0.000  r·: 0.500 at step 2, 0.500 at step 2, visits: 1",
         "+0.500  p: 0.250 at step 1, 0.750 at step 3, visits: 3",
     ]
-    result = bench_cases.run("rollouts", run, "--by-prompt", "--limit", 3)
+    result = command("rollouts", run, "--by-prompt", "--limit", 3)
     assert (result.exit_code, result.stderr) == (2, "error: --by-prompt: expected no other option\n")
 
 
@@ -284,7 +279,7 @@ JSON_ROWS: list[tuple[tuple[object, ...], list[int]]] = [
 
 def test_rollouts_as_json(told: Path) -> None:
     for arguments, expected in JSON_ROWS:
-        rows = [json.loads(line) for line in rollouts(told, *arguments, "--json").splitlines() if line[0] == "{"]
+        rows = [json.loads(line) for line in printed("rollouts", told, *arguments, "--json").splitlines()]
         assert [row["sample_index"] for row in rows] == expected, arguments
         expected_row = (1, None, None) if "train-3" in arguments else (2, "two", None)
         assert {(row["step"], row["answer"], row["advantage"]) for row in rows} == {expected_row}

@@ -13,19 +13,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from bench_cases import printed
 from environment_cases import TOKENIZER, ask, completion_of, encode, section_of
-from rank_runs import assert_close_runs, train_on_ranks
 from rollout_cases import make_group
 from task_cases import Rows, byte_tokenizer, prompt_of
-from tiny_run import PPO, assert_same_run, learned_rows, make_recipe, train
+from tiny_run import PPO, learned_rows, make_recipe, train
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 from update_cases import make_recipe as make_credit_recipe
 
 from srtrl.algorithms.advantages import token_level
-from srtrl.cli import app
 from srtrl.engine.stopping import token_texts
 from srtrl.environments.base import EnvironmentBase, Step, Turn
 from srtrl.environments.turns import EnvironmentTurns
@@ -303,31 +301,12 @@ def test_zeros_and_a_number_on_the_last_token_are_that_number(
 
 
 @pytest.fixture
-def run(policy: Path, tmp_path: Path) -> Path:
+def run(finished: Callable[..., Path]) -> Path:
     """A PPO run with a number for each token."""
-    recipe = make_recipe(policy, tmp_path / "whole", rewards=named("by_text"), **PPO)
-    return train(recipe).folder
-
-
-def test_a_resumed_run_and_one_of_two_ranks_have_the_same_rewards_of_tokens(
-    run: Path, policy: Path, tmp_path: Path
-) -> None:
-    for num_steps in (2, 4):
-        resumed = make_recipe(policy, tmp_path / "resumed", rewards=named("by_text"), train__num_steps=num_steps, **PPO)
-        folder = train(resumed, resume=num_steps == 4).folder
-    assert_same_run(folder, run)
-    two = make_recipe(policy, tmp_path / "two", rewards=named("by_text"), **PPO)
-    assert [process.exitcode for process in train_on_ranks(two, 2)] == [0, 0]
-    assert_close_runs(tmp_path / "two" / "run", run, tolerance=2e-4)
+    return finished(rewards=named("by_text"), **PPO)
 
 
 # --- What is written and shown ----------------------------------------------------------------------------------------
-
-
-def printed(run: Path, *options: str) -> str:
-    result = CliRunner().invoke(app, ["rollouts", str(run), "--limit", "100", *options])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def test_rewards_of_tokens_are_saved_and_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,10 +314,10 @@ def test_rewards_of_tokens_are_saved_and_shown(run: Path, monkeypatch: pytest.Mo
     for row in rows:
         assert len(row["token_rewards"]) == len(row["token_ids"])
         assert row["reward_by_text"] == fsum(row["token_rewards"]) == row["reward"]
-    shown = [json.loads(line) for line in printed(run, "--json").splitlines()]
+    shown = [json.loads(line) for line in printed("rollouts", run, "--limit", 100, "--json").splitlines()]
     expected = [{str(i): value for i, value in enumerate(row["token_rewards"]) if value} for row in rows]
     assert sorted(map(str, (row["token_rewards"] for row in shown))) == sorted(map(str, expected))
-    text = printed(run, "--sort", "-reward")
+    text = printed("rollouts", run, "--limit", 100, "--sort", "-reward")
     first = max(rows, key=lambda row: row["reward"])
     numbers = [f"{index}: {value:.3g}" for index, value in enumerate(first["token_rewards"]) if value]
     assert f"correct 0; on tokens {', '.join(numbers[:8])}{', ...' * (len(numbers) > 8)}), advantage" in text

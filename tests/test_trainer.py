@@ -17,8 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_run
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from tiny_run import DAPO, PPO, learned_rows, make_recipe, open_run, train
 from update_cases import CALLS, flawed
@@ -31,10 +29,8 @@ from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.interrupt import Interrupt
 from srtrl.run.progress import SPARKS, RunProgress, sparkline, styled
 from srtrl.run.step_metrics import describe_step, headline, run_figures, step_problems
-from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import sampling
-from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.trainer import Trainer, TrainingStoppedError
 
 QUICK: dict[str, Any] = {
@@ -453,40 +449,6 @@ def test_figures_of_a_run_and_its_steps_for_people() -> None:
     assert "training reward, first to last" in headline(run_figures(steps[:1]))
     assert headline(run_figures([])) == {"time of all stages": "0 min 0 s"}
     assert headline(run_figures(rows))["time of all stages"] == "2 h 0 min"
-
-
-# --- Parts that are plain functions -----------------------------------------------------------------------------------
-
-
-@given(st.integers(2, 40), st.integers(0, 5), st.integers(1, 500))
-def test_data_order_is_a_permutation_in_each_epoch_that_depends_on_it_and_on_the_seed(
-    num_prompts: int, seed: int, num_draws: int
-) -> None:
-    order = DataOrder(num_prompts, seed)
-    drawn = [order.prompt_of(draw) for draw in range(num_draws)]
-    for start in range(0, num_draws - num_prompts, num_prompts):
-        assert sorted(drawn[start : start + num_prompts]) == list(range(num_prompts))
-    fresh = DataOrder(num_prompts, seed)  # in any order: what resume and look-ahead need
-    assert [fresh.prompt_of(draw) for draw in reversed(range(num_draws))] == drawn[::-1]
-    others = DataOrder(50, seed), DataOrder(50, seed + 1)
-    epochs = {tuple(map(other.prompt_of, range(start, start + 50))) for other in others for start in (0, 50)}
-    assert len(epochs) == 4
-    with pytest.raises(ValueError, match="no training prompts"):
-        DataOrder(0, seed)
-
-
-def test_learning_rate() -> None:
-    def rates(schedule: str, warmup: int = 4) -> list[float]:
-        """Learning rates of three training steps with four optimizer steps each."""
-        changes = {"train__num_steps": 3, "train__learning_rate": 1.0, "train__warmup_steps": warmup}
-        plan = make_recipe(Path(), Path(), train__schedule=schedule, **changes).policy_updates
-        return [learning_rate_at(plan, step, number) for step in (1, 2, 3) for number in range(4)]
-
-    warm_up = [0.2, 0.4, 0.6, 0.8]
-    assert rates("constant") == pytest.approx([*warm_up, *[1.0] * 8])
-    assert rates("linear") == pytest.approx([*warm_up, *(1 - step / 8 for step in range(8))])
-    assert rates("cosine")[8] == pytest.approx(0.5)
-    assert rates("cosine", warmup=0)[0] == 1.0
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(

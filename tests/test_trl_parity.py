@@ -15,7 +15,7 @@ import torch
 from algorithm_reference import padded
 from torch import Tensor
 
-from srtrl.algorithms.losses import importance_weights
+from srtrl.algorithms.losses import importance_weights, opsm_mask
 from srtrl.algorithms.reductions import k3
 from srtrl.resolve import resolve_part
 
@@ -171,3 +171,17 @@ def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
     loss = trl_module("rloo_trainer").RLOOTrainer._compute_loss(stand_in(new, 1), None, inputs)
     _, our_gradient, _ = our_loss("policy_gradient", "sequence_mean_token_sum", {}, numbers, slice(0, NUM_SEQUENCES))
     torch.testing.assert_close(our_gradient, torch.autograd.grad(loss, new)[0][mask], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.1])
+def test_opsm_equals_trl(threshold: float) -> None:
+    numbers = Numbers(0.4)
+    mask = padded(numbers.new)[1]
+    rows = [padded(values)[0] for values in (numbers.new, numbers.decoder)]
+    given = numbers.advantages[:, None]
+    kept = trl_module("grpo_trainer").GRPOTrainer.get_off_policy_mask(given, *rows, mask, threshold)
+    index = torch.arange(NUM_SEQUENCES).repeat_interleave(mask.sum(1))
+    new, decoder = (row[mask] for row in rows)
+    found = opsm_mask(decoder, new, numbers.advantages[index], index, threshold=threshold)
+    assert torch.equal(found, (kept == 0).expand_as(mask)[mask])
+    assert 0 < found.double().mean() < 0.8

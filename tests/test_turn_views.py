@@ -10,15 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from bench_cases import Repeater, write_rows
+from bench_cases import Repeater, printed, write_rows
 from environment_cases import HOSTILE
 from rollout_cases import make_group
-from typer.testing import CliRunner
 
 from srtrl import generate
 from srtrl.bench.recorded import Recording, find_extensions, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts
-from srtrl.cli import app
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
@@ -29,20 +27,11 @@ from srtrl.types import Conversation, SegmentKind
 sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
 from bench_rollout import load_prompts
 
-TOOL_OUTPUT = "<script>alert(1)</script>"
-
 
 @pytest.fixture(scope="session")
 def run(finished: Callable[..., Path]) -> Path:
     changes = {"rollout__environment": HOSTILE, "rollout__max_new_tokens": 80, "train__micro_batch_tokens": 400}
     return finished(train__num_steps=2, **changes)
-
-
-def srtrl(*arguments: object) -> str:
-    """Output of a command."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def rows_of(text: str) -> list[dict[str, Any]]:
@@ -66,8 +55,8 @@ def test_the_report_shows_conversations_without_their_markup(run: Path, monkeypa
 
 
 def test_rollouts_mark_what_tools_said(run: Path) -> None:
-    shown = srtrl("rollouts", run, "--limit", 100)
-    rows = rows_of(srtrl("rollouts", run, "--limit", 100, "--json"))
+    shown = printed("rollouts", run, "--limit", 100)
+    rows = rows_of(printed("rollouts", run, "--limit", 100, "--json"))
     assert "\x1b" not in shown
     kinds = [segment["kind"] for row in rows for segment in row["segments"]]
     assert shown.count("--- tool output ---") == kinds.count("observation") > 0
@@ -82,8 +71,8 @@ def test_rollouts_mark_what_tools_said(run: Path) -> None:
 
 def test_generate_answers_by_the_environment(run: Path) -> None:
     flags = ("generate", run, "--prompt", "1+1=", "--prompt", "56", "--samples", 3)
-    rows = rows_of(srtrl(*flags, "--json"))
-    assert rows == rows_of(srtrl(*flags, "--json", "rollout.slots=1"))
+    rows = rows_of(printed(*flags, "--json"))
+    assert rows == rows_of(printed(*flags, "--json", "rollout.slots=1"))
     assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
     for row in rows:
         assert [token for segment in row["segments"] for token in segment["token_ids"]] == row["token_ids"]
@@ -96,12 +85,12 @@ def test_generate_answers_by_the_environment(run: Path) -> None:
 
 def test_eval_uses_the_environment_and_says_how_turns_went(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    record = json.loads(srtrl("eval", run, "eval.num_samples=2", "--output", output, "--json"))
+    record = json.loads(printed("eval", run, "eval.num_samples=2", "--output", output, "--json"))
     rows = rows_of(output.read_text(encoding="utf-8"))
     assert record["environment/turns_mean"] == np.mean([row["num_turns"] for row in rows]) > 1
     assert 0 < record["eval/environment/valid_call_share"] < 1
     assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
-    table = srtrl("eval", run, "eval.num_samples=2")
+    table = printed("eval", run, "eval.num_samples=2")
     for figure in ("turns mean", "call share", "valid call share", "void turns"):
         assert figure in table
     assert f"environment '{HOSTILE['name']}'" in " ".join(table.split())
@@ -165,7 +154,7 @@ def test_replay_and_trie_of_a_run_know_its_turns(run: Path) -> None:
         extensions = find_extensions(row["segment_kinds"], row["segment_lengths"])
         assert found[tuple(row["prompt_token_ids"]), tuple(row["token_ids"])] == extensions
     assert any(found.values())
-    assert "is read and not decoded" in srtrl("trie", run)
+    assert "is read and not decoded" in printed("trie", run)
     with pytest.raises(SystemExit, match="has samples of several turns; `srtrl replay`"):
         load_prompts(run, 1000, tokenizer=None, max_tokens=None)
 

@@ -5,6 +5,8 @@ stops an update does so before the weights change, with a message that says what
 """
 
 import copy
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +76,7 @@ def weighed(mode: str, maximum: float) -> dict[str, Any]:
 
 
 OPTIONS: list[tuple[str, bool, dict[str, Any]]] = [
-    ("token_mean", False, {"kl": {}, "entropy_coefficient": 0.3}),
+    ("token_mean", False, {"kl": {"coefficient": 0.1, "estimator": "k1"}, "entropy_coefficient": 0.3}),
     ("token_mean", True, {"kl": {}, **weighed("token_truncate", 1.2), "opsm": 0.05}),
     ("token_mean", False, {"kl": {}, **weighed("token_mask", 1.2), "drift": 0.5}),
     ("sequence_mean_token_mean", True, {"kl": {}, **weighed("sequence_truncate", 1.2)}),
@@ -142,17 +144,28 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(
         assert any(0 < share < 1 for share in both), "or the comparison would show less than it seems to"
 
 
-def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "share"),
+    [
+        ("constant", 3, lambda done: 1.0),
+        ("linear", 3, lambda done: 1 - done),
+        ("cosine", 0, lambda done: (1 + math.cos(math.pi * done)) / 2),
+    ],
+)
+def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches(
+    schedule: str, warmup: int, share: Callable[[float], float]
+) -> None:
     recipe = make_recipe(
-        train__mini_batch_prompts=1, train__num_epochs=2, train__warmup_steps=3, train__schedule="linear"
+        train__mini_batch_prompts=1, train__num_epochs=2, train__warmup_steps=warmup, train__schedule=schedule
     )  # 2 steps of 2 epochs of 3 mini-batches: 12 optimizer steps
     policy = make_policy()
     optimizer = RecordingSGD(policy)
     for step in (1, 2):
         metrics = update(policy, optimizer, make_sequences(policy), recipe, step=step)
         assert metrics["learning_rate"] == optimizer.rates[-1]
-    falling = [(12 - index) / 9 for index in range(3, 12)]
-    assert optimizer.rates == pytest.approx([1e-3 * f for f in (1 / 4, 2 / 4, 3 / 4, *falling)], rel=1e-12)
+    rising = [(index + 1) / (warmup + 1) for index in range(warmup)]
+    falling = [share(index / (12 - warmup)) for index in range(12 - warmup)]
+    assert optimizer.rates == pytest.approx([1e-3 * f for f in (*rising, *falling)], rel=1e-12)
 
 
 # --- Metrics, and what stops an update --------------------------------------------------------------------------------

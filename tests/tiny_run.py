@@ -61,6 +61,17 @@ HEAD: dict[str, Any] = {
     "train__mini_batch_prompts": 4,
 }
 """One optimizer step of the policy a step, since each is followed by 32 of the head."""
+SMALL: dict[str, Any] = {
+    "rollout__num_prompts": 2,
+    "rollout__num_samples": 2,
+    "rollout__max_new_tokens": 6,
+    "rollout__slots": 4,
+    "rollout__kv_memory_gib": 0.001,
+    "train__num_epochs": 1,
+    "train__micro_batch_tokens": 120,
+    "rewards": [{"name": "tiny_run:digits"}],
+}
+"""Steps for a device that is imitated."""
 EASY: dict[str, Any] = {
     "name": "arithmetic",
     "label": "easy",
