@@ -284,6 +284,7 @@ def test_a_wrong_key_is_its_text_alone(recipe: dict[str, Any]) -> None:
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
+NAMELESS: Any = next(iter([lambda sample: 1.0]))
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"recipe": 5}, "expected a recipe: a YAML file, a dictionary or a Recipe, found int"),
     ({"overrides": {"train": None}}, "override `train`: train: should be a section (key: value), found null"),
@@ -300,7 +301,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "argument `rows` and override `task.options.train`: task",
     ),
     ({"overrides": {"task.options.eval": 1}, "eval_rows": ROWS}, 'also give the override {"task.options.eval": None}'),
-    ({"rewards": [lambda sample: 1.0]}, "(test_api.py:331) has no name: write it with `def`"),
+    ({"rewards": [NAMELESS]}, f"(test_api.py:{NAMELESS.__code__.co_firstlineno}) has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
     ({"overrides": {"eval.every_steps": 1}}, "prompts has no held-out problems: give `eval_rows=`, or train without"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),

@@ -72,12 +72,29 @@ SPEED = "Speed and speculation"
 DECODE_TIMES = [f"engine/{part}_seconds" for part in ("schedule", "drafting", "forward", "sample")]
 CHARTS = {
     "Learning": (
-        Chart("Reward", "reward", ["reward/*", "eval/reward", "eval/reward/*"], "Unweighted; mean: the weighted sum."),
-        Chart("Accuracy", "share", ["accuracy", "accuracy/*", "eval/accuracy", "eval/accuracy/*"], "95% intervals."),
+        Chart(
+            "Reward",
+            "reward",
+            ["reward/*", "eval/reward", "eval/reward/*"],
+            "Each reward before its weight; mean and eval/reward are weighted sums.",
+        ),
+        Chart(
+            "Accuracy",
+            "share",
+            ["accuracy", "accuracy/*", "eval/accuracy", "eval/accuracy/*"],
+            "Held-out problems (eval/) with 95% intervals.",
+        ),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
-        Chart("Groups", "groups", ["data/draws", "groups/[!z]*"], "Drawn, kept; all samples correct, or all wrong."),
-        Chart("Groups with equal rewards", "share of groups", ["groups/zero_advantage_share"], "No gradient."),
+        Chart(
+            "Groups",
+            "groups",
+            ["data/draws", "groups/[!z]*"],
+            "Drawn, kept by the filters; of these, all samples correct or all wrong.",
+        ),
+        Chart(
+            "Groups with equal rewards", "share of groups", ["groups/zero_advantage_share"], "They have no gradient."
+        ),
         Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Left out."),
     ),
     "Turns and tools": (
@@ -101,7 +118,13 @@ CHARTS = {
         Chart("Learning rate", "learning rate", ["learning_rate", "critic/learning_rate"], includes=(0.0,)),
         Chart("Critic", "reward", ["critic/loss", "critic/value_mean", "critic/return_mean"], "Loss: squared reward."),
         Chart("Explained variance", "share of variance", ["critic/explained_variance"], "1: perfect, 0: no help."),
-        Chart("Decoder vs. trainer log-probs", "nats", ["logprob_difference/m*"], "Rounding alone.", is_log=True),
+        Chart(
+            "Decoder vs. trainer log-probs",
+            "nats",
+            ["logprob_difference/m*"],
+            "Should only show rounding error.",
+            is_log=True,
+        ),
     ),
     SPEED: (
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),
@@ -109,9 +132,24 @@ CHARTS = {
         Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "Compilation is left out."),
         Chart("Decode time", "seconds", DECODE_TIMES, "drafting: only drafts need it."),
         Chart("Decode steps", "steps", ["engine/decode_steps"], includes=(0.0,)),
-        Chart("Tokens per decode step", "tokens of a sequence", ["engine/*_per_decode_step"], "1 without drafts."),
-        Chart("Acceptance by depth", "share of drafts", ["engine/acceptance_depth_[1248]"], "1, 2, 4, 8 or more."),
-        Chart("Run-ahead", "tokens", ["engine/run_ahead_tokens", "engine/text_tokens_repeated"], "Decoded early."),
+        Chart(
+            "Tokens per decode step",
+            "tokens of a sequence",
+            ["engine/*_per_decode_step"],
+            "Of a sample in a forward pass; 1 without drafts.",
+        ),
+        Chart(
+            "Acceptance by depth",
+            "share of drafts",
+            ["engine/acceptance_depth_[1248]"],
+            "Drafts of which at least 1, 2, 4, 8 tokens were accepted.",
+        ),
+        Chart(
+            "Run-ahead",
+            "tokens",
+            ["engine/run_ahead_tokens", "engine/text_tokens_repeated"],
+            "Tokens decoded early for the next step, and those that its samples repeated.",
+        ),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),
     ),
 }
