@@ -155,7 +155,6 @@ CHARTS = {
             ["engine/acceptance_depth_[1248]"],
             "Share of drafts of which at least 1, 2, 4, 8 tokens were accepted.",
         ),
-        Chart("Drafts", "share", ["engine/drafted_steps_share"], "Share of decode steps in which tokens were drafted."),
         Chart(
             "Run-ahead",
             "tokens",
