@@ -33,7 +33,8 @@ BEGIN, END = "<!-- written by results.py -->\n", "<!-- end -->\n"
 NUM_STEPS, NUM_PROMPTS = 4, {"quickstart": 32, "ppo_tiny": 64, "dapo_tiny": 32, "tools_tiny": 32}
 EXTRA = {"quickstart": ["train.learning_rate=1e-4"], "ppo_tiny": ["critic.warmup_steps=1"]}
 TITLES = {"quickstart": "GRPO", "ppo_tiny": "PPO", "dapo_tiny": "DAPO", "tools_tiny": "GRPO with a tool"}
-DRAFTERS = ("none", "ngram", "suffix", "history", "srt")
+DRAFTERS = ("none", "suffix:Drafter", "history", "srt")
+sys.path.append(str(PAGE.parent / "examples"))
 
 
 def train(name: str, drafter: str, folder: str) -> dict[str, Any]:
@@ -85,7 +86,8 @@ def table_of(name: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
     for drafter, run in runs.items():
         price = f"{1000 * run['price']:,.0f} ms ({runs['none']['price'] / run['price']:.2f}x)"
         (first, second), (rate, later) = run["steps"], run["rate"]
-        cells = [f"`{drafter}`", f"{first:,.0f}, {second:,.0f}", f"{rate:.2f}, {later:.2f}", price, f"`{run['hash']}`"]
+        cells = [f"`{drafter.partition(':')[0]}`", f"{first:,.0f}, {second:,.0f}", f"{rate:.2f}, {later:.2f}", price]
+        cells.append(f"`{run['hash']}`")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,7 @@
 """Requirements of every drafter, then each of them on texts made by hand."""
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bench_cases import recorded
-from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
+from drafter_cases import OTHER, TEXT, chain_of, completion, decode, make_drafter, observe, propose, request, run, start
 from engine_cases import make_response
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,17 +22,13 @@ from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.history import Drafter as HistoryDrafter
-from srtrl.drafters.ngram import Drafter as NgramDrafter
-from srtrl.drafters.ngram import NgramOptions
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
-from srtrl.drafters.suffix import Drafter as SuffixDrafter
-from srtrl.drafters.suffix import SuffixOptions
-from srtrl.recipe.file import validate_section
 from srtrl.types import TopTokens, num_equal
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+sys.path.append(str(DOCS / "examples"))
 BY_CHANCE = 1
 """Tokens of such a text that may be guessed from the text itself."""
 
@@ -39,8 +36,7 @@ BY_CHANCE = 1
 
 DRAFTERS: dict[str, Callable[[], DrafterBase]] = {
     "none": NoDrafter,
-    "ngram": lambda: NgramDrafter(NgramOptions(min_ngram=1)),
-    "suffix": lambda: SuffixDrafter(SuffixOptions(min_score=0.01)),
+    "suffix": lambda: make_drafter("suffix:Drafter", {}),
     "history": lambda: HistoryDrafter(SrtOptions(max_rollouts=2)),
     "srt": SrtDrafter,
 }
@@ -159,35 +155,6 @@ def test_incorrect_trees_are_refused() -> None:
             ValueError, match=r"^the drafter my_fork:Drafter proposed incorrect draft trees; .* below 9"
         ):
             check_trees(replace(trees, **changed), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
-
-
-# --- ngram ------------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.integers(0, 39))
-def test_ngram_is_the_search_by_hand(text: list[int], min_ngram: int, more: int, num_prompt_tokens: int) -> None:
-    """It drafts what followed the latest earlier occurrence of the longest ending."""
-    drafter = NgramDrafter(NgramOptions(min_ngram=min_ngram, max_ngram=min_ngram + more, max_tokens=5))
-    start(drafter, {1: request(text[:num_prompt_tokens])})
-    observe(drafter, {1: text[num_prompt_tokens:]})
-    expected = [
-        text[end : end + 5]
-        for n in range(min(min_ngram + more, len(text)), min_ngram - 1, -1)
-        for end in range(len(text) - 1, n - 1, -1)
-        if text[end - n : end] == text[-n:]
-    ]
-    (tree,) = propose(drafter, [1])
-    assert tree.token_ids.tolist() == (expected[0] if expected else [])
-    assert tree.parents.tolist() == list(range(-1, tree.num_nodes - 1))
-
-
-def test_ngram_scores_fall_with_depth_and_options_must_agree() -> None:
-    drafter = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, max_tokens=4, acceptance=0.5))
-    start(drafter, {7: request((5, 6, 7, 8, 9, 1, 7, 2, 7, 8))})
-    (tree,) = propose(drafter, [7])
-    np.testing.assert_allclose(tree.scores, [0.4, 0.16, 0.064, 0.0256], rtol=1e-6)  # 0.5 / (1 + 1 / 4) a token
-    with pytest.raises(ValueError, match="min_ngram is 5, expected at most max_ngram"):
-        validate_section(NgramOptions, {"min_ngram": 5}, "rollout.drafter_options")
 
 
 # --- srt and history --------------------------------------------------------------------------------------------------
@@ -456,7 +423,7 @@ def test_a_sample_replaces_its_early_text_and_counts_what_it_repeats() -> None:
 )
 def test_suffix_is_the_published_rule(responses: list[list[int]], text: list[int], max_nodes: int) -> None:
     """The sum of scores is the largest of the trees after each suffix, in all responses or in the sample's text."""
-    drafter = SuffixDrafter()
+    drafter = make_drafter("suffix:Drafter", {})
     for number, response in enumerate(responses):
         run(drafter, request((number,)), response)
         drafter.end_step()
@@ -480,10 +447,9 @@ def test_suffix_is_the_published_rule(responses: list[list[int]], text: list[int
             score, path = nodes.pop(0)
             scores.append(score)
             children = [(score * share(texts, path, token), [*path, token]) for token in range(4)]
-            nodes += [child for child in children if child[0] >= drafter.options.min_score]
+            nodes += [child for child in children if child[0] >= 0.1]
         return sum(scores[1:])
 
-    marked = [[-1, *response] for response in responses]
-    sums = [best_sum(marked, [-1, *text[1:]][-size:]) for size in range(1, len(text) + 1)]
-    sums += [best_sum([[-1, *text]], [-1, *text][-size:]) for size in range(1, len(text) + 2)]
+    sums = [best_sum(responses, text[1:][-size:]) for size in range(1, len(text))]
+    sums += [best_sum([text], text[-size:]) for size in range(1, len(text) + 1)]
     assert float(tree.scores.sum()) == pytest.approx(max(sums), abs=1e-5)

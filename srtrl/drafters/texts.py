@@ -299,14 +299,6 @@ def find_places(texts: Texts, sought: Sought, found: Found, depth: int, above: i
         search(texts, sought, found, depth, node, ENOUGH_LENGTHS)
 
 
-@numba.njit(cache=True, nogil=True)
-def _find(texts: Texts, slot: int) -> tuple[Int32Array, Int32Array]:
-    """See `TextStore.find`."""
-    found = make_found(0)
-    search(texts, seek(texts, NO_PENDING, slot, found), found, 0, 0, MAX_PLACES)
-    return found.places[0, : found.nums[0]], found.matches[0, : found.nums[0]]
-
-
 class TextStore:
     """Texts of prompts, some of which grow: those of slots."""
 
@@ -353,22 +345,6 @@ class TextStore:
                 new[: len(array)] = array
             _link_again(self.arrays, self.num_pages)
         self.num_pages = _append(self.arrays, slots, token_ids, offsets, known, links, self.num_pages)
-
-    def find(self, slot: int) -> tuple[Int32Array, Int32Array]:
-        """Places that follow the last tokens of a slot's text, and their matches: the longest, then the newest first.
-
-        Both arrays are empty where there are none.
-        """
-        places, matches = _find(self.arrays, slot)
-        return places, matches
-
-    def places_after(self, places: Int32Array) -> Int32Array:
-        """The places one token further, of those whose texts go on."""
-        texts = self.arrays
-        after = np.where((places + 1) % PAGE, places + 1, texts.pages[places // PAGE, AFTER])
-        after = after[after != NONE]
-        going_on: Int32Array = after[texts.tokens[after] >= 0]
-        return going_on
 
     def positions(self, slot: int) -> Int64Array:
         """Positions of a slot's text, that of START first."""
