@@ -320,28 +320,18 @@ class PolicyFiles:
     tokenizer: PreTrainedTokenizerBase
     end_ids: Sequence[int]
     """Token ids that end a response."""
+    dtype: torch.dtype | None = None
+    """Of the files; by default the model's."""
 
     def save(self, folder: Path) -> None:
-        """See `Part`."""
-        save_policy(folder, model=self.model, tokenizer=self.tokenizer, end_ids=self.end_ids)
+        """Write weights, config, tokenizer and end tokens."""
+        save_model(self.model, folder, tokenizer=self.tokenizer, dtype=self.dtype)
+        generation = dict(self.model.config.hf_generation_config or {"pad_token_id": self.tokenizer.pad_token_id})
+        generation["eos_token_id"] = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids)
+        write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
         """See `Part`."""
-
-
-def save_policy(
-    folder: Path,
-    *,
-    model: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write weights, config, tokenizer and end tokens: a folder that srtrl and `transformers` load."""
-    save_model(model, folder, tokenizer=tokenizer, dtype=dtype)
-    generation = dict(model.config.hf_generation_config or {"pad_token_id": tokenizer.pad_token_id})
-    generation["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else list(end_ids)
-    write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
 
 def read_state(checkpoint: Path) -> TrainerState:
