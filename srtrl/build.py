@@ -123,10 +123,10 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         end_ids = response_end_ids(recipe.model.path, tokenizer)
         turns = build_turns(recipe, tokenizer, recipe.folder / OBSERVATIONS)
         task = load_task(recipe, tokenizer, tools=turns.tools)
-        prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
+        digests = {"prompts_sha256": digest_prompts(task.train_prompts, checkpoint)}
         training_evals(task, recipe)  # raises if there are no problems for it
         models = load_models(recipe, checkpoint, device, tokenizer)
-        model_sha256, teacher_sha256 = digest_models(recipe, checkpoint)
+        digests |= digest_models(recipe, checkpoint)
     unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         observers = [] if models.draft_head is None else [models.draft_head]
@@ -151,9 +151,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             learners=[policy_learner] if models.critic is None else [models.critic, policy_learner],
             policy=policy_learner,
             saved=[PolicyFiles(model=models.policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
-            prompts_sha256=prompts_sha256,
-            model_sha256=model_sha256,
-            teacher_sha256=teacher_sha256,
+            digests=digests,
             flags=flags,
             checkpoint=checkpoint,
             changes=changes,

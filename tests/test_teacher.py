@@ -88,7 +88,7 @@ def test_alone_it_equals_a_program_without_it(policy: Path, teacher: Path, tmp_p
     algorithm = {"advantage": "test_teacher:immediate", "kl": kl, "old_logprobs": "recompute"}
     recipe = make_recipe(policy, tmp_path / "program", rewards=ALONE, algorithm=algorithm, **QUICK)
     parts = build_parts(recipe)
-    parts.teacher_sha256 = read_state(folder / "checkpoints" / "step_000002").teacher_sha256
+    parts.digests["teacher_sha256"] = read_state(folder / "checkpoints" / "step_000002").teacher_sha256
     model = build_policy(recipe, str(teacher), torch.device("cpu")).requires_grad_(False)
     parts.columns[0] = logprobs_column("teacher", "ref_logprobs", model, recipe.rollout.temperature)
     with Trainer(parts) as trainer:

@@ -178,8 +178,8 @@ def digest_prompts(prompts: Iterable[Prompt], checkpoint: Path | None) -> str:
     return digest.hexdigest()
 
 
-def digest_models(recipe: Recipe, checkpoint: Path | None) -> tuple[str, str]:
-    """SHA-256 of `model.path` and of `algorithm.teacher.path`, which a run needs beside its checkpoints.
+def digest_models(recipe: Recipe, checkpoint: Path | None) -> dict[str, str]:
+    """SHA-256 of `model.path` and of `algorithm.teacher.path`, which a run needs beside its checkpoints: see the state.
 
     A resume uses the model that the run began with as the reference, and as what LoRA adapts; otherwise, its digest is
     what the checkpoint has.
@@ -193,7 +193,7 @@ def digest_models(recipe: Recipe, checkpoint: Path | None) -> tuple[str, str]:
         model_sha256 = _digest_model("model.path", recipe.model.path, model_sha256, checkpoint)
     if teacher is not None:
         teacher_sha256 = _digest_model("algorithm.teacher.path", teacher.path, teacher_sha256, checkpoint)
-    return model_sha256, teacher_sha256
+    return {"model_sha256": model_sha256, "teacher_sha256": teacher_sha256}
 
 
 def _digest_model(option: str, path: str, known: str, checkpoint: Path | None) -> str:

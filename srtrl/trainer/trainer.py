@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -77,12 +77,8 @@ class Parts:
     policy: PolicyLearner
     saved: list[Part]
     """Parts of a checkpoint beside the learners and the sampler."""
-    prompts_sha256: str
-    """See `digest_prompts`."""
-    model_sha256: str
-    """See `digest_models`."""
-    teacher_sha256: str
-    """See `digest_models`."""
+    digests: dict[str, Any]
+    """Those of prompts and models in the state of the run (`TrainerState`)."""
     flags: StartFlags
     """How the run begins."""
     checkpoint: Path | None
@@ -207,9 +203,7 @@ class Trainer:
             step=self.step,
             policy_version=self.context.engine.policy_version,
             num_draws=self.parts.sampler.num_draws,
-            prompts_sha256=self.parts.prompts_sha256,
-            model_sha256=self.parts.model_sha256,
-            teacher_sha256=self.parts.teacher_sha256,
+            **self.parts.digests,
         )
 
     def restore(self, checkpoint: Path) -> None:
