@@ -91,7 +91,7 @@ def test_eval_uses_the_environment_and_says_how_turns_went(run: Path, tmp_path: 
     assert 0 < record["eval/environment/valid_call_share"] < 1
     assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
     table = printed("eval", run, "eval.num_samples=2")
-    for figure in ("turns mean", "call share", "valid call share", "void turns"):
+    for figure in ("turns mean", "call share", "valid call share"):
         assert figure in table
     assert f"environment '{HOSTILE['name']}'" in " ".join(table.split())
 
@@ -166,7 +166,6 @@ def talk(*texts: tuple[SegmentKind, str]) -> Conversation:
         segments=tuple((kind, 1) for kind, _ in texts),
         texts=tuple(text for _, text in texts),
         num_turns=1,
-        num_void_turns=0,
         stop_reason="answered",
     )
 
