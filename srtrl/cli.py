@@ -37,12 +37,12 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Rename an existing result to NAME.1 and start again.")]
-OPTIONS_OF = {
-    "task.options": ("srtrl.tasks", "Task"),
-    "rollout.environment.options": ("srtrl.environments", "Environment"),
-    "rollout.drafter_options": ("srtrl.drafters", "Drafter"),
+OPTIONS = {
+    "Task": "task.options",
+    "Environment": "rollout.environment.options",
+    "Drafter": "rollout.drafter_options",
 }
-"""Key -> the package and the class of the parts whose options stand there."""
+"""Class of parts, each in a module of its own -> the key of their options."""
 
 
 class Commands(TyperGroup):
@@ -294,12 +294,13 @@ def print_fields(key: str) -> None:
     from srtrl.resolve import list_modules, resolve_class
 
     parts, fields = [describe_fields(Recipe, within=key)], fields_of(Recipe)
-    for option, names in OPTIONS_OF.items():
-        for name in list_modules(*names):
-            options = resolve_class(names[0], name, names[1]).Options
+    for kind, option in OPTIONS.items():
+        package = f"srtrl.{kind.lower()}s"
+        for name in list_modules(package, kind):
+            options = resolve_class(package, name, kind).Options
             fields |= fields_of(options, f"{option}.")
             if text := describe_fields(options, f"{option}.", within=key):
-                parts.append(f"{option} of {names[1].lower()} {name}:\n{text}")
+                parts.append(f"{option} of {kind.lower()} {name}:\n{text}")
     if not any(parts):
         raise ValueError(f"--help-fields: {key}: {unknown_key(key, fields)}")
     print(*filter(None, parts), sep="\n\n")

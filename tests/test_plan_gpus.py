@@ -27,7 +27,7 @@ from srtrl.planner import find_config, plan_memory
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import LoraSection, ModelSection
-from srtrl.run.estimate import GPUS, StepTime, find_gpu
+from srtrl.run.estimate import GPUS, StepTime, count_weights, find_gpu
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import UpdateContext, fill
 
@@ -145,6 +145,20 @@ def test_data_parallel_plans_are_those_of_one_gpu_and_sharded_ones_shrink() -> N
         assert [plan.parts[name] for name in ("masters", "reference", "gradients")] == [part] * 3
         assert plan.parts["moments"] == 2 * part + 4 * len(weights)
         assert plan.parts["weights"] == plan_memory(recipe, config, 80 * GIB).parts["weights"]
+
+
+def test_a_large_teacher_gathers_its_own_layers() -> None:
+    """Two layers and all outside them in bfloat16, without gradients; one of the policy's size changes nothing."""
+    small, large = (["train.sharding=fsdp2", f"algorithm.teacher.path=Qwen/Qwen2.5-{size}"] for size in ("1.5B", "14B"))
+    beside, plain, own = (
+        plan_memory(load_recipe(Path("grpo_math"), given), find_config("Qwen/Qwen2.5-1.5B")[0], 80 * GIB, 8).parts
+        for given in (large, small[:1], small)
+    )
+    assert own["activations"] == plain["activations"]
+    policy = meta_update.make_policy(find_config("Qwen/Qwen2.5-1.5B")[0], load_recipe(Path("grpo_math")).model)
+    shape = replace(find_config("Qwen/Qwen2.5-14B")[0], num_hidden_layers=2)
+    two_layers = count_weights(meta_update.make_policy(shape, ModelSection(path="x")))
+    assert beside["activations"] - plain["activations"] == 2 * two_layers - planner._gathered_bytes(policy)
 
 
 # --- What is printed --------------------------------------------------------------------------------------------------

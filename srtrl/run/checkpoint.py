@@ -189,7 +189,7 @@ def digest_models(recipe: Recipe, checkpoint: Path | None) -> dict[str, str]:
     """
     state, teacher = None if checkpoint is None else read_state(checkpoint), recipe.algorithm.teacher
     model_sha256, teacher_sha256 = ("", "") if state is None else (state.model_sha256, state.teacher_sha256)
-    if state is None or recipe.model.lora is not None or recipe.algorithm.kl.coefficient > 0:
+    if state is None or recipe.model.lora is not None or recipe.has_reference:
         model_sha256 = _digest_model("model.path", recipe.model.path, model_sha256, checkpoint)
     if teacher is not None:
         teacher_sha256 = _digest_model("algorithm.teacher.path", teacher.path, teacher_sha256, checkpoint)

@@ -111,8 +111,8 @@ class Grader:
         self._names = [f"reward `{reward.name}`" for reward in self._awaited]
         self._stack = ExitStack()
 
-    def task_metrics(self, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup] | None) -> dict[str, float]:
-        """Metrics of each task of a mixture, of a training step or (without `kept`) an evaluation; else none."""
+    def by_task(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+        """Groups by the label of their task, of a mixture; else nothing."""
         return {}
 
     def __enter__(self) -> Self:
