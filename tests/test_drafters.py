@@ -233,7 +233,7 @@ def test_nothing_that_was_put_off_is_lost(tmp_path: Path) -> None:
     saved.save(tmp_path)
     loaded.load(tmp_path)
     for drafter in (at_end, counted, saved, loaded):
-        assert drafter.cache("train").num_tokens == len(TEXT)
+        assert drafter.caches["train"].num_tokens == len(TEXT)
 
 
 def test_a_foreseen_tree_is_the_one_that_would_be_drafted() -> None:
@@ -349,7 +349,7 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed(make
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
         assert tree.scores.tolist() == expected.scores.tolist()
     metrics = drafter.take_metrics()
-    assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
+    assert metrics["engine/cache_bytes"] > drafter.caches["train"].num_bytes, "tries count"
 
 
 def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
@@ -363,7 +363,7 @@ def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
     observe(drafter, {2: TEXT[:20]})
     observe(drafter, {2: TEXT[20:]}, TopTokens(token_ids=top.token_ids[20:], logprobs=top.logprobs[20:]))
     drafter.finish([2, 1], [completion(request(), TEXT), None])
-    [rollout] = drafter.cache("train").rollouts((1, 2))
+    [rollout] = drafter.caches["train"].rollouts((1, 2))
     assert rollout.distributions[:, 0].tolist() == TEXT
 
 
