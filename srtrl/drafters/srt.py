@@ -25,7 +25,7 @@ NO_TEXT: Int32Array = np.empty(0, np.int32)
 
 
 class SrtOptions(Section):
-    """Options of the drafters `srt` and `history`."""
+    """Options of this drafter."""
 
     min_score: float = Field(default=0.01, ge=0, lt=1)
     """Nodes that are less likely to be accepted are not proposed; the draft budget chooses among the others."""
@@ -50,8 +50,6 @@ class Drafter(DrafterBase):
     options: SrtOptions
     uses_texts = True
     num_top = NUM_TOP
-    inserts = True
-    """Whether drafts find the tokens of running samples."""
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
@@ -143,7 +141,7 @@ class Drafter(DrafterBase):
         self.store.clear()
         self._prompts = {}
         self._begin_texts(slots, list(self._live.values()))
-        self.store.extend(slots, *tokens, known, links=self.inserts)
+        self.store.extend(slots, *tokens, known)
         self._kept_bytes = self.store.num_bytes
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
@@ -201,7 +199,7 @@ class Drafter(DrafterBase):
                 last_two = self.store.last_two(slots)
                 learn_distributions(self._ngrams[self._purpose], last_two, token_ids, offsets, distributions)
                 self._taught.update(noise.rng_keys[slots[is_drawn]].tolist())
-        self.store.extend(slots, token_ids, offsets, distributions, links=self.inserts)
+        self.store.extend(slots, token_ids, offsets, distributions)
 
     def _defer(self, work: Callable[[], None]) -> None:
         """Do something in its turn: with `learn_deferred`, or at once."""
