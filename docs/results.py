@@ -33,7 +33,7 @@ BEGIN, END = "<!-- written by results.py -->\n", "<!-- end -->\n"
 NUM_STEPS, NUM_PROMPTS = 4, {"quickstart": 32, "ppo_tiny": 64, "dapo_tiny": 32, "tools_tiny": 32}
 EXTRA = {"quickstart": ["train.learning_rate=1e-4"], "ppo_tiny": ["critic.warmup_steps=1"]}
 TITLES = {"quickstart": "GRPO", "ppo_tiny": "PPO", "dapo_tiny": "DAPO", "tools_tiny": "GRPO with a tool"}
-DRAFTERS = ("none", "suffix:Drafter", "history", "srt")
+DRAFTERS = ("none", "suffix:Drafter", "srt")
 sys.path.append(str(PAGE.parent / "examples"))
 
 

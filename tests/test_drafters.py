@@ -21,7 +21,6 @@ from plain_kernels import uniform_noise
 from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
-from srtrl.drafters.history import Drafter as HistoryDrafter
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
@@ -37,7 +36,7 @@ BY_CHANCE = 1
 DRAFTERS: dict[str, Callable[[], DrafterBase]] = {
     "none": NoDrafter,
     "suffix": lambda: make_drafter("suffix:Drafter", {}),
-    "history": lambda: HistoryDrafter(SrtOptions(max_rollouts=2)),
+    "few rollouts": lambda: SrtDrafter(SrtOptions(max_rollouts=2)),
     "srt": SrtDrafter,
 }
 Samples = st.lists(
@@ -108,12 +107,11 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
         observe(drafter, {0: TEXT[:12]})
         drafts.append(chain_of(propose(drafter, [0])[0]))
     assert drafts[0] == drafts[1]
-    assert drafts[0][:3] == (TEXT[12:15] if name in ("srt", "history", "suffix") else [])
+    assert drafts[0][:3] == (TEXT[12:15] if name in ("srt", "few rollouts", "suffix") else [])
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_what_is_saved_is_loaded(make: type[SrtDrafter], tmp_path: Path) -> None:
-    drafter, read = make(), make()
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    drafter, read = SrtDrafter(), SrtDrafter()
     run(drafter, request(), TEXT)
     run(drafter, request((7,), purpose="eval"), OTHER)
     drafter.end_step()
@@ -157,7 +155,7 @@ def test_incorrect_trees_are_refused() -> None:
             check_trees(replace(trees, **changed), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
 
 
-# --- srt and history --------------------------------------------------------------------------------------------------
+# --- srt --------------------------------------------------------------------------------------------------------------
 
 
 def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> None:
@@ -233,7 +231,7 @@ def test_nothing_that_was_put_off_is_lost(tmp_path: Path) -> None:
     saved.save(tmp_path)
     loaded.load(tmp_path)
     for drafter in (at_end, counted, saved, loaded):
-        assert drafter.cache("train").num_tokens == len(TEXT)
+        assert drafter.caches["train"].num_tokens == len(TEXT)
 
 
 def test_a_foreseen_tree_is_the_one_that_would_be_drafted() -> None:
@@ -304,23 +302,23 @@ def test_the_fork_of_the_docs_has_these_scores(monkeypatch: pytest.MonkeyPatch) 
         assert [scores[token] for token in tokens] == pytest.approx(drawn, abs=0.0006)
 
 
-def test_srt_drafts_from_running_siblings_and_history_from_earlier_steps_only() -> None:
-    for drafter, is_online in ((SrtDrafter(), True), (HistoryDrafter(), False)):
-        start(drafter, {0: request(), 1: request(rng_key=1)})
-        decode(drafter, 0, TEXT[:30])
-        assert (decode(drafter, 1, TEXT[:20]) > 10) == is_online
-        drafter.finish([0, 1], [completion(request(), TEXT), None])
-        assert (run(drafter, request(), TEXT) > 40) == is_online
-        assert (drafter.expected_tokens(request()) == len(TEXT)) == is_online
-        drafter.end_step()
-        assert run(drafter, request(), TEXT) > 40
-        assert drafter.expected_tokens(request()) == len(TEXT)
+def test_srt_drafts_from_running_siblings() -> None:
+    drafter = SrtDrafter()
+    start(drafter, {0: request(), 1: request(rng_key=1)})
+    decode(drafter, 0, TEXT[:30])
+    assert decode(drafter, 1, TEXT[:20]) > 10
+    drafter.finish([0, 1], [completion(request(), TEXT), None])
+    assert run(drafter, request(), TEXT) > 40
+    assert drafter.expected_tokens(request()) == len(TEXT)
+    drafter.end_step()
+    assert run(drafter, request(), TEXT) > 40
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed(make: type[SrtDrafter]) -> None:
+def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() -> None:
     """Tokens of live samples stay, and drafts find them as before."""
-    drafter, roomy = (make(SrtOptions(cache_memory_gib=bound / 2**30, other_prompts=False)) for bound in (5000, 2**30))
+    drafter, roomy = (
+        SrtDrafter(SrtOptions(cache_memory_gib=bound / 2**30, other_prompts=False)) for bound in (5000, 2**30)
+    )
     for one in (drafter, roomy):
         one.learn([completion(request((1,)), TEXT)])
         one.end_step()
@@ -337,7 +335,7 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed(make
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
         assert tree.scores.tolist() == expected.scores.tolist()
     metrics = drafter.take_metrics()
-    assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
+    assert metrics["engine/cache_bytes"] > drafter.caches["train"].num_bytes, "tries count"
 
 
 def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
@@ -351,13 +349,12 @@ def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
     observe(drafter, {2: TEXT[:20]})
     observe(drafter, {2: TEXT[20:]}, TopTokens(token_ids=top.token_ids[20:], logprobs=top.logprobs[20:]))
     drafter.finish([2, 1], [completion(request(), TEXT), None])
-    [rollout] = drafter.cache("train").rollouts((1, 2))
+    [rollout] = drafter.caches["train"].rollouts((1, 2))
     assert rollout.distributions[:, 0].tolist() == TEXT
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_a_trie_is_built_from_the_newest_texts(make: type[SrtDrafter]) -> None:
-    drafter = make(SrtOptions(max_rollouts=3, other_prompts=False))
+def test_a_trie_is_built_from_the_newest_texts() -> None:
+    drafter = SrtDrafter(SrtOptions(max_rollouts=3, other_prompts=False))
     drafter.knows_noise = False
     texts = np.random.default_rng(3).integers(0, 50, (7, 100)).tolist()
     for text in texts:

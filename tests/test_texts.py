@@ -35,7 +35,7 @@ from srtrl.types import TopTokens
 
 VOCAB, SLOTS = 5, 4
 PROMPTS = [7, 7, 3, 7]
-"""Number of the prompt of each slot; drafts do not find the last one's tokens."""
+"""Number of the prompt of each slot."""
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 STEPS = st.lists(st.tuples(st.integers(0, SLOTS - 1), TOKENS), min_size=1, max_size=9)
 """Which of the slots goes on, with which tokens: fewer than a search keeps places."""
@@ -65,10 +65,9 @@ class Twin:
         self.store.extend(np.arange(SLOTS), *end_to_end(self.texts))
 
     def extend(self, slot: int, tokens: Sequence[int], known: Int32Array = NO_DISTRIBUTIONS) -> None:
-        self.store.extend(np.array([slot]), *end_to_end([tokens]), known, links=slot < SLOTS - 1)
+        self.store.extend(np.array([slot]), *end_to_end([tokens]), known)
         for token in tokens:
-            if slot < SLOTS - 1:
-                self.order.append((slot, len(self.texts[slot])))
+            self.order.append((slot, len(self.texts[slot])))
             self.texts[slot].append(token)
 
     def places(self, slot: int, path: tuple[int, ...], shortest: int) -> list[Place]:
@@ -255,7 +254,7 @@ def test_places_and_drafts_are_those_of_the_twin(
         np.testing.assert_allclose(tree.scores, expected.scores, rtol=1e-5 if knows_noise else 0)
 
 
-def test_many_texts_grow_at_once_and_those_that_are_not_linked_are_never_found() -> None:
+def test_many_texts_grow_at_once() -> None:
     """Over several times the pages that there are at first."""
     random, store = np.random.default_rng(5), TextStore()
     num = 3 * INITIAL_PAGES * PAGE // 24
@@ -264,16 +263,15 @@ def test_many_texts_grow_at_once_and_those_that_are_not_linked_are_never_found()
     store.extend(np.arange(24), *end_to_end([[START_TOKEN]] * 24))
     for begin in range(0, num, 50):
         parts = texts[:, begin : begin + 50]
-        store.extend(np.arange(12), *end_to_end(list(parts[:12])))
-        store.extend(np.arange(12, 24), *end_to_end(list(parts[12:])), links=False)
+        store.extend(np.arange(24), *end_to_end(list(parts)))
     assert store.arrays.tokens[store.positions(20)].tolist() == [START_TOKEN, *texts[20].tolist()]
     for slot in (0, 13):
         places, matches = find(store.arrays, slot)
-        owners = {slot % 3: set(np.concatenate([store.positions(one) for one in range(slot % 3, 12, 3)]).tolist())}
+        owners = {slot % 3: set(np.concatenate([store.positions(one) for one in range(slot % 3, 24, 3)]).tolist())}
         assert set(places.tolist()) <= owners[slot % 3]
         assert 1 < len(places) <= 64
         for place, match in zip(places.tolist(), matches.tolist(), strict=True):
-            other = next(one for one in range(12) if place in store.positions(one))
+            other = next(one for one in range(24) if place in store.positions(one))
             before = texts[other][: store.positions(other).tolist().index(place) - 1][-match:]
             assert before.tolist() == texts[slot][-match:].tolist()
 

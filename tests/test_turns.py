@@ -169,7 +169,7 @@ def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transfor
     for one in truth.values():
         starts = [start for start, _ in one.response.extensions]
         text = np.insert(one.response.token_ids, starts, START_TOKEN).tolist()
-        assert text in [rollout.tokens.tolist() for rollout in drafter.cache("train").rollouts(prompt_of(one))]
+        assert text in [rollout.tokens.tolist() for rollout in drafter.caches["train"].rollouts(prompt_of(one))]
 
 
 def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer, Completions]]) -> None:

@@ -360,7 +360,8 @@ class Engine:
         if not self.runner.is_asynchronous:  # else it is a part of the wait
             self.clock.lap("observe")
         elif self.drafts and step.num_primaries:
-            self.drafter.foresee(step.slots[: step.num_primaries], trees.first(step.num_primaries))
+            num = step.num_primaries
+            self.drafter.foresee(step.slots[:num], trees.pick(trees.offsets[:num], trees.sizes[:num]))
 
     def _verify(self, step: ScheduledStep, trees: DraftTrees) -> Verified:
         """Wait for what was sampled, and keep the path of each tree that it follows."""
