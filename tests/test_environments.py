@@ -338,7 +338,7 @@ def test_an_environment_that_hangs_later_ends_its_sample(where: str, caplog: pyt
     assert caplog.text.count(f"`close` of {__name__}:Quick raised TimeoutError") == (where == "close")
 
 
-def test_threads_end_and_waiting_for_a_turn_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_start_when_needed_and_waiting_for_one_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.enumerate()  # some wait for the steps of earlier tests
     turns = [completion_of(encode("time.sleep(0.2) or Step(is_done=True)"), sample=sample) for sample in range(8)]
 
@@ -355,6 +355,7 @@ def test_threads_end_and_waiting_for_a_turn_is_no_time_of_a_step(monkeypatch: py
             wait_until(lambda: num_threads() == 2)  # the late answer has come
             for turn in turns:
                 conversations.submit_turn(turn, PROMPT)
+            assert num_threads() == 2 + min(max_parallel, len(turns))
             reasons = [ending_of(answer).stop_reason for answer in answers_of(conversations)]
             assert reasons == ["done"] * len(turns)  # one after the other they take longer than the limit
             wait_until(lambda: num_threads() == 2)

@@ -5,7 +5,9 @@ threads end with the process.
 """
 
 import asyncio
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -28,36 +30,47 @@ def start_thread(target: Callable[[], object]) -> None:
 class DaemonThreads(ThreadPoolExecutor):
     """Calls in threads that end with the process, even where one hangs; also those of `asyncio.to_thread`."""
 
-    def __init__(self, max_calls: int = 1 << 30) -> None:
-        """At most so many calls run at the same time; each has a thread of its own, which waits for its turn."""
+    def __init__(self, max_threads: float = math.inf) -> None:
+        """Threads are started when needed, and end where no call waits."""
         super().__init__()
-        self._turns = threading.Semaphore(max_calls)
+        self._lock = threading.Lock()
+        self._num_left = max_threads
+        """Threads that may be started."""
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Call a function in a thread."""
+        """Call a function in a thread, as soon as one is free."""
         result: Future[Any] = Future()
-        start_thread(partial(self._work, result, partial(function, *args, **kwargs)))
+        with self._lock:
+            self._waiting.append((result, partial(function, *args, **kwargs)))
+            if self._num_left:
+                self._num_left -= 1
+                start_thread(self._work)
         return result
 
     def give_up(self, call: "Future[Any]") -> bool:
-        """Leave a call that hangs behind: another one may run in its place. False where it has ended."""
+        """Leave a call that hangs behind: another thread takes the place of its own. False where it has ended."""
         is_late = call.cancel()
         if is_late:
-            self._turns.release()
+            start_thread(self._work)
         return is_late
 
-    def _work(self, result: "Future[Any]", function: Callable[[], Any]) -> None:
+    def _work(self) -> None:
         """The body of a thread."""
-        self._turns.acquire()
-        with Caught() as caught:
-            value = function()
-        if not result.set_running_or_notify_cancel():
-            return  # it was given up
-        self._turns.release()
-        if caught.error is not None:
-            result.set_exception(caught.error)
-        else:
-            result.set_result(value)
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_left += 1
+                    return
+                result, function = self._waiting.popleft()
+            with Caught() as caught:
+                value = function()
+            if not result.set_running_or_notify_cancel():
+                return  # it was given up
+            if caught.error is not None:
+                result.set_exception(caught.error)
+            else:
+                result.set_result(value)
 
 
 @contextmanager
