@@ -108,10 +108,10 @@ def test_guesses_are_for_the_next_step_or_none(
 ) -> None:
     policy, truth = plain
     engine = head_engine(policy, options(draft_budget=8), make_head(policy, "random"))
-    rooms = cycle((8, 0))  # drafts in every second step alone
+    rooms = cycle((8, 0))  # every second step has no room for the guesses that were made for it
     monkeypatch.setattr(engine.control, "max_nodes", lambda *_: next(rooms))
     assert outputs(decode(engine, varied_requests())) == outputs(truth)
-    assert "engine/head_steps_share" not in engine.take_metrics()
+    assert 0.2 < engine.take_metrics()["engine/head_steps_share"] < 0.6
 
 
 def test_turns_are_those_without_drafts(plain: tuple[Transformer, Completions]) -> None:

@@ -85,7 +85,6 @@ NAMES_OF_FEATURES = (
 
 CHANGED_FROM_OUTSIDE = {
     "engine/batch.py sample": RECORD,
-    "engine/draft_budget.py learned": RECORD,
     "engine/engine.py self.stats": RECORD,
     "engine/engine.py stats": RECORD,
     "engine/scheduler.py holder": RECORD,
