@@ -25,7 +25,7 @@ from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes_of
 from srtrl.engine.stopping import UNKNOWN, count_unknown
 from srtrl.engine.warm_up import compile_kernels
 from srtrl.environments.turns import EnvironmentTurns
-from srtrl.features.attention_drafter import AttentionDrafter, AttentionGuesses, DrafterNeeds, needs_of
+from srtrl.features.attention_drafter import AttentionDrafter, AttentionGuesser, entry_bytes
 from srtrl.features.attention_head import AttentionHead
 from srtrl.features.critic import values_column
 from srtrl.features.draft_head import DraftHead
@@ -287,8 +287,10 @@ def build_engine(
         reserved_bytes += GRAPH_BYTES
     if num_unknown := count_unknown(tokenizer, np.arange(model.config.vocab_size)):
         logger.warning("the tokenizer lacks %d of the model's tokens; in texts they are %s", num_unknown, UNKNOWN)
-    needs = needs_of(draft_head) if isinstance(draft_head, AttentionHead) else DrafterNeeds()
-    sizes = {"reserved_bytes": reserved_bytes, "drafter_page_bytes": needs.page_bytes}
+    drafter_page_bytes, state_layers = 0, tuple[int, ...]()
+    if isinstance(draft_head, AttentionHead):
+        drafter_page_bytes, state_layers = entry_bytes(draft_head), draft_head.config.reads
+    sizes = {"reserved_bytes": reserved_bytes, "drafter_page_bytes": drafter_page_bytes}
     options = EngineOptions(
         slots=number_of_slots(recipe, model, free, num_samples=num_samples, **sizes),
         kv_memory_gib=rollout.kv_memory_gib,
@@ -298,8 +300,8 @@ def build_engine(
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
         num_top=drafter.num_top,
-        state_layers=needs.state_layers,
-        drafter_page_bytes=needs.page_bytes,
+        state_layers=state_layers,
+        drafter_page_bytes=drafter_page_bytes,
     )
     runner = build_runner(model, options)
     cost = StepCost(runner.row_edges(MAX_ROWS))
@@ -329,13 +331,8 @@ def add_head(
     budget = cost if options.draft_budget == "auto" else None
     if isinstance(head, DraftHead):
         return cast(DrafterBase, HeadDrafter(inner, head, runner, k=k, slots=options.slots, cost=budget))
-    make_guesses = AttentionGuesses
-    if not isinstance(runner, CpuRunner):
-        from srtrl.features.attention_drafter_cuda import CudaAttentionGuesses
-
-        make_guesses = CudaAttentionGuesses
-    guesses = make_guesses(head, runner, k=k, slots=options.slots)
-    return cast(DrafterBase, AttentionDrafter(inner, guesses, runner, k=k, slots=options.slots, cost=budget))
+    guesser = AttentionGuesser(head, runner, options)
+    return cast(DrafterBase, AttentionDrafter(inner, guesser, runner, k=k, slots=options.slots, cost=budget))
 
 
 def build_runner(policy: Transformer, options: EngineOptions) -> Runner:

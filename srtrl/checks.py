@@ -280,9 +280,11 @@ def _model_checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Itera
         yield "rollout.max_new_tokens", lengths
     elif "model.path" in paths:
         yield "model.path", partial(_check_model, recipe, paths["model.path"])
-    if {"model.path", "rollout.draft_head.path"} <= paths.keys():
-        head = partial(_check_draft_head, paths["model.path"], paths["rollout.draft_head.path"])
-        yield "rollout.draft_head.path", head
+        head = recipe.rollout.draft_head
+        if head is not None and head.kind == "mtp":
+            yield "rollout.draft_head.kind", partial(_check_draft_head, recipe)
+        if "rollout.draft_head.path" in paths:
+            yield "rollout.draft_head.path", partial(_check_draft_head, recipe)
     if "algorithm.teacher.path" in paths:
         has_policy = ("model.path" if recipe.model.tokenizer is None else "model.tokenizer") in paths
         teacher = partial(_check_teacher, recipe, paths["algorithm.teacher.path"], has_policy=has_policy)
@@ -297,13 +299,20 @@ def _check_tokenizer(path: str) -> None:
         raise ValueError(f"{path} holds no tokenizer (tokenizer.json or the like)")
 
 
-def _check_draft_head(policy: str, path: str) -> None:
-    """Check that a pretrained draft head is for the policy, by the configs of both."""
-    from srtrl.features.attention_head import read_head_config
-    from srtrl.model.folders import locate
-    from srtrl.model.weights import read_config
+def _check_draft_head(recipe: Recipe) -> None:
+    """Check that a pretrained draft head is for the policy: read it as training will, beside no weights."""
+    import torch
 
-    read_head_config(locate(path), read_config(policy))
+    from srtrl.build_models import build_attention_head
+    from srtrl.model.files import weight_files
+    from srtrl.model.folders import locate
+    from srtrl.model.transformer import Transformer
+    from srtrl.model.weights import carried_tensors, read_config
+
+    folder = locate(recipe.model.path)
+    policy = Transformer(read_config(folder), torch.bfloat16, "meta")
+    policy.carried = carried_tensors(weight_files(folder))
+    build_attention_head(recipe, policy)
 
 
 def _check_model(recipe: Recipe, path: str) -> None:

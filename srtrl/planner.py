@@ -18,7 +18,7 @@ from srtrl.cuda.shapes import LOGITS_AT_ONCE
 from srtrl.cuda.tiles import SCRATCH_LANES
 from srtrl.engine.kv_memory import GIB, GRAPH_BYTES, choose_num_pages, kv_bytes
 from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
-from srtrl.features.attention_drafter import DrafterNeeds, needs_of
+from srtrl.features.attention_drafter import entry_bytes
 from srtrl.features.attention_head import AttentionHead, mtp_config, usual_config
 from srtrl.features.critic import ValueModel
 from srtrl.features.draft_head_learner import MAX_TOKENS, NUM_STEPS, NUM_TARGETS, STRIDE, Texts
@@ -137,20 +137,20 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
         critic, critic_gradients, _ = _learner_bytes(config, section, num_parts, is_critic=True)
         parts["critic"] = sum(critic.values())
         gradients = max(gradients, critic_gradients)  # one model after the other learns
-    needs = DrafterNeeds()
+    drafter_page_bytes = 0
     if (draft_head := recipe.rollout.draft_head) is not None and draft_head.kind == "recurrent":
         parts["draft head"] = _draft_head_bytes(config, recipe)
     elif draft_head is not None:
         shape = usual_config(config) if draft_head.kind == "eagle3" else mtp_config(config)
         head = AttentionHead(shape, policy.dtype, "meta")
-        needs = needs_of(head)
+        drafter_page_bytes = entry_bytes(head)
         state_bytes = DECODER_ROWS * len(shape.reads) * config.hidden_size * policy.dtype.itemsize
         parts["draft head"] = num_bytes(head.parameters()) + state_bytes
     rollout, free = recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients, drafter_page_bytes=needs.page_bytes)
+    slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients, drafter_page_bytes=drafter_page_bytes)
     parts["decoder's buffers"] = buffers = decoder_bytes(policy, has_graphs=rollout.cuda_graphs)
-    page_bytes = page_bytes_of(policy, PAGE_SIZE) + needs.page_bytes
+    page_bytes = page_bytes_of(policy, PAGE_SIZE) + drafter_page_bytes
     smallest_kv = -(-longest // PAGE_SIZE) * page_bytes
     kv = kv_bytes(rollout.kv_memory_gib, free - buffers, reserved_bytes=gradients)
     if kv >= smallest_kv or rollout.kv_memory_gib != "auto":

@@ -38,6 +38,7 @@ def make_folder(folder: Path, policy: Transformer, dialect: str, seed: int = 0, 
         "rope_theta": 5000.0,
         "max_position_embeddings": 64,
         "hidden_act": LlamaConfig().hidden_act,
+        "layer_types": ["full_attention"] * shape.num_hidden_layers,
     }
     if dialect == SPECFORGE:
         config = {**layer, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}

@@ -157,7 +157,7 @@ def test_drafters_have_the_guesses_of_the_cpu_path(
 def test_an_attention_head_has_the_guesses_of_the_cpu_path(
     device: FakeCuda, num_pages: int | None, tmp_path: Path
 ) -> None:
-    """Its kernels are launched one by one, beside the graphs of the steps, which keep the states that it reads."""
+    """It has graphs beside those of the steps, which keep the states that it reads."""
     read = {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
     folder = make_folder(tmp_path, runner_policy(), SPECFORGE, eagle_config=read)
 
@@ -172,7 +172,9 @@ def test_an_attention_head_has_the_guesses_of_the_cpu_path(
         return Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, runner=runner)
 
     requests = cuda_requests() if num_pages else cuda_requests(PROMPTS[1:2], max_new_tokens=7)
-    metrics, others = check_rollouts(device, (engine("cuda"), engine("cpu")), requests, times=2 if num_pages else 1)
+    pair = engine("cuda"), engine("cpu")
+    metrics, others = check_rollouts(device, pair, requests, times=2 if num_pages else 1)
+    assert any(not isinstance(key, LaunchShape) for key in runner_of(pair[0])._graphs._graphs)
     names = [name for name in metrics if "acceptance_depth" in name or name == "engine/head_steps_share"]
     assert {name: metrics[name] for name in names} == {name: others[name] for name in names}
     assert metrics["engine/head_acceptance_depth_1"] > 0

@@ -145,8 +145,13 @@ class Runner(ABC):
 
     def allocate_pages(self, num_pages: int) -> None:
         """Have this many pages, no page being in use; raises `torch.OutOfMemoryError`."""
-        config = self.model.config
-        self.cache = KVCache(
+        self.cache = self.make_cache(self.model.config, num_pages)
+        self._may_have_moved = True
+        """Whether weights or pages may lie elsewhere than in the last step."""
+
+    def make_cache(self, config: ModelConfig, num_pages: int) -> KVCache:
+        """An empty cache for layers of this shape, in the layout and type that this runner's kernels read."""
+        return KVCache(
             num_layers=config.num_hidden_layers,
             num_pages=num_pages,
             page_size=self.page_size,
@@ -156,8 +161,6 @@ class Runner(ABC):
             device=self.model.device,
             token_major=self._token_major,
         )
-        self._may_have_moved = True
-        """Whether weights or pages may lie elsewhere than in the last step."""
 
     def weights_changed(self) -> None:
         """The policy's weights have changed; those of a sharded policy may lie elsewhere now."""

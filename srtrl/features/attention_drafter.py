@@ -10,107 +10,103 @@ Letters as in `attention_head.py`; C sequences that are drafted for, P pages of 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.engine.runner import PAGE_SIZE, Runner, page_bytes
+from srtrl.cuda.shapes import padded_rows
+from srtrl.cuda.tiles import AttentionScratch
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.runner import PAGE_SIZE, EngineOptions, Runner, page_bytes
 from srtrl.engine.step_inputs import Int32Array, Int64Array
-from srtrl.features.attention_head import AttentionHead, RotaryPositions
-from srtrl.features.draft_head import draft_chains
+from srtrl.features.attention_head import AttentionHead
 from srtrl.features.head_drafter import HeadDrafter
 from srtrl.model.attention import AttentionPlan, copy_to_device
 from srtrl.model.paged_attention import KVCache, PagedPlan, TreeRows
+from srtrl.model.transformer import Transformer
 
 
-class AttentionGuesses:
-    """The guesses of an attention head, and its entries."""
+class AttentionGuesser:
+    """An attention head with its entries; see `Guesser`."""
 
-    token_major = False
-    """Layout of its entries, that of the runner's own cache; see `KVCache`."""
-
-    def __init__(self, head: AttentionHead, runner: Runner, *, k: int, slots: int) -> None:
-        """For up to `slots` sequences; see `CpuGuesses`."""
-        assert k <= runner.page_size, "the guesses of a sequence have one page of their own"
-        self.head, self.k, self.slots, self._runner = head, k, slots, runner
-        self.token_ids, self.device = head.token_ids, head.norm.device
-        self.cache: KVCache | None = None
+    def __init__(self, head: AttentionHead, runner: Runner, options: EngineOptions) -> None:
+        """For an engine with this runner and these options."""
+        self.head, self.token_ids, self._runner, self._size = head, head.token_ids, runner, runner.page_size
+        self.cache: KVCache
         """Cache of one layer, with the pages of the runner and after them one for the guesses of each sequence."""
-        self._rows: Int64Array = np.empty(0, np.int64)
+        self._num_pages = 0
+        limit = runner.model.config.max_position_embeddings
+        longest = options.longest_sequence(limit) + options.max_draft_nodes + 1
+        num_chains, device = padded_rows(options.slots), head.norm.device
+        # Written in place: CUDA graphs hold their addresses.
+        self._positions = torch.zeros(num_chains, dtype=torch.int32, device=device)
+        """[C], of the rows of `aim`."""
+        self._pages = self._positions.new_zeros(num_chains, -(-longest // self._size) + 1)
+        """[C, P], their page tables, which go on with a page for guesses."""
+        self._limit = self._pages.shape[1] * self._size
+        self._make_plan: Callable[[KVCache, TreeRows], AttentionPlan] = PagedPlan
+        if not isinstance(runner, CpuRunner):
+            from srtrl.features.attention_drafter_cuda import EntryPlan
 
-    def begin(self) -> None:
-        """Take over the policy's weights and the number of pages."""
-        self.head.refresh(self._runner.model)
-        num_pages = self._runner.num_pages + self.slots
-        if self.cache is None or self.cache.key_pages.shape[1] != num_pages:
-            layer, model = self.head.config.layer, self._runner.model
-            self.cache = KVCache(
-                num_layers=1,
-                num_pages=num_pages,
-                page_size=self._runner.page_size,
-                num_kv_heads=layer.num_key_value_heads,
-                head_dim=layer.head_dim,
-                dtype=model.dtype,
-                device=self.device,
-                token_major=self.token_major,
-            )
+            self._make_plan = partial(EntryPlan, scratch=AttentionScratch(head.config.layer.head_dim, device))
+
+    def refresh(self, policy: Transformer) -> None:
+        """See `Guesser`; there may be another number of pages, too."""
+        self.head.refresh(policy)
+        num_pages = self._runner.num_pages + len(self._pages)
+        if num_pages != self._num_pages:
+            self.cache, self._num_pages = self._runner.make_cache(self.head.config.layer, num_pages), num_pages
 
     def add(self, rows: Int64Array, next_tokens: Int32Array) -> None:
         """Compute the entries of rows of the last step [N], from the tokens after them [N]."""
-        inputs, page_size = self._runner.inputs, self._runner.page_size
-        positions = inputs.positions[rows].astype(np.int64)
-        pages, offsets = inputs.page_tables[inputs.row_tables[rows], positions // page_size], positions % page_size
+        inputs = self._runner.inputs
+        numbers, offsets = np.divmod(inputs.positions[rows], self._size)
+        pages = inputs.page_tables[inputs.row_tables[rows], numbers]
+        arrays = np.stack((rows, next_tokens, inputs.positions[rows], pages * self._size + offsets))
+        of_rows, tokens, positions, places = copy_to_device(torch.from_numpy(arrays), self._pages.device)
         with torch.inference_mode():
-            states = self.head.fuse(self._streams(rows))
-            rotary = RotaryPositions(self._on_device(positions), int(positions.max()) + 1)
-            keys, values = self.head.keys_values(states, self._on_device(next_tokens), rotary)
-            self._write(self._on_device(pages), self._on_device(offsets), keys, values)
+            states = self.head.fuse(self._states[of_rows])
+            self.cache.write(0, places, *self.head.keys_values(states, tokens, positions, self._limit))
 
-    def launch(self, rows: Int64Array, *noise: Any) -> bool:
-        """See `CpuGuesses`."""
-        self._rows = rows
-        self._chains = draft_chains(self, self._streams(rows), *noise, k=self.k)
-        return True
+    @property
+    def _states(self) -> Tensor:
+        """States that the head reads, of all rows of the last step: [N, A D], or [N, D] final hidden states."""
+        return self._runner.states if self.head.config.reads else self._runner.hidden
 
-    def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-        """See `CpuGuesses`."""
-        return self._chains
+    def aim(self, runner: Runner, rows: Int64Array) -> Tensor:
+        """See `Guesser`; a sequence may come again, as padding."""
+        inputs, chains = runner.inputs, np.arange(len(rows))
+        positions = inputs.positions[rows]
+        pages = np.pad(inputs.page_tables[inputs.row_tables[rows]], ((0, 0), (0, 1)))
+        pages[chains, positions // self._size + 1] = runner.num_pages + chains
+        for tensor, array in ((self._positions[: len(rows)], positions), (self._pages[: len(rows)], pages)):
+            tensor[..., : array.shape[-1]] = copy_to_device(torch.from_numpy(array), tensor.device)
+        return self._states
 
-    def unroll(self, streams: Tensor, last: Tensor, k: int, take_best: Callable[[int, Tensor], Tensor]) -> None:
-        """See `DraftHead.unroll`: guess after the rows of `launch`, from the policy's streams [C, A D] there."""
-        inputs, page_size = self._runner.inputs, self._runner.page_size
-        positions = inputs.positions[self._rows]
-        pages = np.pad(inputs.page_tables[inputs.row_tables[self._rows]], ((0, 0), (0, 1)))  # [C, P]
-        chains = np.arange(len(pages))
-        pages[chains, positions // page_size + 1] = self._runner.num_pages + chains
-        states = self.head.fuse(streams)
+    def unroll(self, hidden: Tensor, last: Tensor, k: int, take_best: Callable[[int, Tensor], Tensor]) -> None:
+        """See `DraftHead.unroll`: guess after the rows of `aim`, from the states [C, A D] that the head reads there."""
+        assert k <= self._size, "the guesses of a sequence have one page of their own"
+        states = self.head.fuse(hidden)
         for depth in range(k):
-            plan = self._plan(pages, positions + np.int32(depth))
-            states, logits = self.head(states, last, plan)
+            states, logits = self.head(states, last, self._plan(last, depth))
             last = take_best(depth, logits)
 
-    def _streams(self, rows: Int64Array) -> Tensor:
-        """States that the head reads, of rows of the last step, [N, A D], or [N, D] final hidden states."""
-        states = self._runner.states if self.head.config.reads else self._runner.hidden
-        return states[self._on_device(rows)]
-
-    def _plan(self, pages: Int32Array, positions: Int32Array) -> AttentionPlan:
-        """The plan of one entry of each sequence, at `positions` [C] of its `pages` [C, P]; it is written, too."""
-        assert self.cache is not None
-        arrays = entry_rows(pages, positions, self.cache.page_size)
-        return PagedPlan(self.cache, TreeRows(**{name: torch.from_numpy(array) for name, array in arrays.items()}))
-
-    def _write(self, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
-        assert self.cache is not None, "`begin` comes first"
-        cached = self.cache.key_pages.dtype
-        self.cache.key_pages[0][pages, :, :, offsets] = keys.to(cached)
-        self.cache.value_pages[0][pages, :, offsets] = values.to(cached)
-
-    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return copy_to_device(torch.from_numpy(array.astype(np.int64)), self.device)
+    def _plan(self, token_ids: Tensor, depth: int) -> AttentionPlan:
+        """The plan of one entry of each sequence, so many positions after the row of `aim`; it is written, too."""
+        pages, positions = self._pages[: len(token_ids)], self._positions[: len(token_ids)] + depth
+        [own] = pages.gather(1, (positions // self._size).long()[:, None]).T
+        rows = TreeRows(
+            token_ids=token_ids,
+            positions=positions,
+            kv_indices=own * self._size + positions % self._size,
+            context_lengths=positions + 1,
+            row_tables=torch.arange(len(pages), dtype=torch.int32, device=pages.device),
+            ancestors=torch.zeros_like(pages[:, :1]),
+            page_tables=pages,
+        )
+        return self._make_plan(self.cache, rows)
 
 
 class AttentionDrafter(HeadDrafter):
@@ -120,35 +116,13 @@ class AttentionDrafter(HeadDrafter):
     """
 
     reads_states = True
-    _guesses: AttentionGuesses
+    head: AttentionGuesser
 
     def computed(self, rows: Int64Array, next_tokens: Int32Array) -> None:
         """See `DrafterBase`: the entries of tokens that stay are made of the policy's states."""
-        self._guesses.add(rows, next_tokens)
+        self.head.add(rows, next_tokens)
 
 
-class DrafterNeeds(NamedTuple):
-    """Needs of a drafter that its engine meets; see the fields of `EngineOptions`."""
-
-    state_layers: tuple[int, ...] = ()
-    page_bytes: int = 0
-
-
-def needs_of(head: AttentionHead) -> DrafterNeeds:
-    """Needs of a drafter with this head."""
-    weights = head.norm
-    return DrafterNeeds(head.config.reads, page_bytes(head.config.layer, weights.dtype, weights.device, PAGE_SIZE))
-
-
-def entry_rows(pages: Int32Array, positions: Int32Array, page_size: int) -> dict[str, Int32Array]:
-    """Fields of `TreeRows` for one entry of each sequence, at `positions` [C] of its `pages` [C, P]."""
-    chains = np.arange(len(pages), dtype=np.int32)
-    return {
-        "token_ids": np.zeros_like(positions),
-        "positions": positions,
-        "kv_indices": pages[chains, positions // page_size] * page_size + positions % page_size,
-        "context_lengths": positions + 1,
-        "row_tables": chains,
-        "ancestors": np.zeros((len(pages), 1), np.int32),
-        "page_tables": pages,
-    }
+def entry_bytes(head: AttentionHead) -> int:
+    """Memory of a page of the head's entries, beside each page of the policy's KV."""
+    return page_bytes(head.config.layer, head.norm.dtype, head.norm.device, PAGE_SIZE)

@@ -13,7 +13,7 @@ layer reads `fc` of both, each after a norm, and the policy's output head makes 
 Letters: N entries, D model width, A layers that are read, L listed tokens; others as in `transformer.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,17 +27,13 @@ from srtrl.model.files import opened, weight_files
 from srtrl.model.folders import locate, read_json
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, Linear, ModelConfig, RotaryTable, Transformer, rms_norm
-from srtrl.model.weights import MTP_LAYERS, check_shape, fused_projections
+from srtrl.model.weights import MTP_LAYERS, check_shape, layer_tensors
 from srtrl.resolve import Caught
 
-LAYER_FIELDS = frozenset(
-    {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
-    | {"head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"}
-    | {"rope_parameters", "attention_bias", "mlp_bias"}
-)
-"""Fields of a head's config that describe its layer."""
-LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors of a folder that drafting does not need: which tokens are listed, and copies of the policy's own."""
+LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+"""Ends of names that drafting does not need: which tokens are listed, copies of the policy's own, and frequencies."""
+OFFSETS, EMBEDDING = "d2t", "embed_tokens.weight"
+"""Tensors that only some folders have: id - row of the listed tokens, and an embedding of the head's own."""
 PICKLED = "pytorch_model.bin"
 
 
@@ -63,49 +59,43 @@ class HeadConfig(NamedTuple):
 class AttentionHead(nn.Module):
     """The head's weights, which nothing changes; its embedding is the policy's where its folder has none."""
 
-    def __init__(self, config: HeadConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-        """A head with uninitialised weights."""
+    def __init__(
+        self, config: HeadConfig, dtype: torch.dtype, device: torch.device | str, *, has_embedding: bool = False
+    ) -> None:
+        """A head with uninitialised weights, among them an embedding of its own if it has one."""
         super().__init__()
         width = config.layer.hidden_size
 
-        def vector(length: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(length, dtype=dtype, device=device))
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
         self.config = config
         is_mtp = not config.reads
-        self.layer = Layer(config.layer, dtype, torch.device(device), input_width=width if is_mtp else 2 * width)
+        [kind], input_width = config.layer.layer_kinds, width if is_mtp else 2 * width
+        self.layer = Layer(config.layer, dtype, torch.device(device), kind.window, input_width=input_width)
         self.fc = Linear((2 if is_mtp else len(config.reads)) * width, width, bias=False, dtype=dtype, device=device)
-        self.token_norm = vector(width) if is_mtp else None
-        self.input_norm = vector(self.fc.in_features) if config.norm_before_fc else None
-        self.fc_norm = nn.ParameterList(vector(width) for _ in config.reads) if config.fc_norm else None
-        self.hidden_norm, self.norm = vector(width), vector(width)
-        self.own_output = None if is_mtp else vector(config.num_listed * width)
-        """[L D], where the head does not use the policy's output head."""
+        self.token_norm = weight(width) if is_mtp else None
+        self.input_norm = weight(self.fc.in_features) if config.norm_before_fc else None
+        self.fc_norm = nn.ParameterList(weight(width) for _ in config.reads) if config.fc_norm else None
+        self.hidden_norm, self.norm = weight(width), weight(width)
+        self.own_output = None if is_mtp else weight(config.num_listed, width)
+        """[L, D], where the head does not use the policy's output head."""
         self.output: Tensor
         """[L, D], from `refresh` on."""
-        self.own_embedding: Tensor | None = None
+        self.own_embedding = weight(config.layer.vocab_size, width).detach() if has_embedding else None
         """[V, D], where the head does not use the policy's."""
-        self.embedding: Tensor | None = None
+        self.embedding: Tensor
         """[V, D], from `refresh` on."""
         self.token_ids: Tensor
         """[L] int64, the token of each row of `output`."""
         self.register_buffer("token_ids", torch.arange(config.num_listed, device=device), persistent=False)
-        [kind] = config.layer.layer_kinds
         self.rotary = RotaryTable(kind.rope, config.layer.head_dim, config.layer.style)
         self.requires_grad_(False)
 
     def refresh(self, policy: Transformer) -> None:
         """Take over the policy's current embedding and output head, unless the head has its own."""
-        own, width = self.own_output, policy.config.hidden_size
-        self.output = policy.head_weight.detach() if own is None else own.view(-1, width)
+        self.output = policy.head_weight.detach() if self.own_output is None else self.own_output
         self.embedding = policy.embedding.detach() if self.own_embedding is None else self.own_embedding
-
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Use offsets of the listed tokens (`d2t`), or an embedding of the head's own."""
-        if name == "d2t":
-            self.token_ids += tensor.to(self.token_ids)
-        else:
-            self.own_embedding = tensor.to(self.fc.weight)
 
     def fuse(self, streams: Tensor) -> Tensor:
         """States of positions, [N, D], from the policy's streams [N, A D], or its final hidden states [N, D]."""
@@ -118,21 +108,29 @@ class AttentionHead(nn.Module):
             streams = torch.cat([self._normed(stream, weight) for stream, weight in parts], dim=-1)
         return self.fc(streams)  # type: ignore[no-any-return]
 
-    def keys_values(self, states: Tensor, token_ids: Tensor, plan: "RotaryPositions") -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of entries, [N, K, E] each, from states [N, D] and the tokens after them [N]."""
-        _, keys, values = self.layer.project(self._inputs(states, token_ids)[0], *self._rotations(plan))
+    def keys_values(self, states: Tensor, token_ids: Tensor, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of entries, [N, K, E] each.
+
+        Args:
+            states: [N, D].
+            token_ids: [N], the tokens after them.
+            positions: [N] int64.
+            limit: Greater than every position.
+        """
+        rotations = self.rotary.rows(positions, limit, self.norm.dtype)
+        _, keys, values = self.layer.project(self._inputs(states, token_ids)[0], *rotations)
         return keys, values
 
     def forward(self, states: Tensor, token_ids: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """The next states [N, D] and logits of the listed tokens [N, L] of entries, which attend as `plan` says."""
         inputs, residual = self._inputs(states, token_ids)
-        output = self.layer.attend(inputs, residual, *self._rotations(plan), plan, 0)
+        rotations = self.rotary.rows(plan.positions, plan.num_positions, self.norm.dtype)
+        output = self.layer.attend(inputs, residual, *rotations, plan, 0)
         normed = self._normed(output, self.norm)
         return normed if self.config.norm_output else output, functional.linear(normed, self.output)
 
     def _inputs(self, states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the layer's attention, [N, 2 D] (MTP: [N, D]), and where the residual stream begins, [N, D]."""
-        assert self.embedding is not None, "`refresh` comes first"
         assert self.layer.attention_norm is not None
         embedded, normed = functional.embedding(token_ids, self.embedding), self._normed(states, self.hidden_norm)
         if self.token_norm is not None:
@@ -144,104 +142,76 @@ class AttentionHead(nn.Module):
     def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(hidden, weight, self.layer.eps, self.layer.style)
 
-    def _rotations(self, plan: "RotaryPositions | AttentionPlan") -> tuple[Tensor, Tensor]:
-        return self.rotary.rows(plan.positions, plan.num_positions, self.norm.dtype)
-
-
-class RotaryPositions(NamedTuple):
-    """Positions of entries that attend to nothing; see `AttentionPlan`."""
-
-    positions: Tensor
-    num_positions: int
-
 
 def load_eagle3(path: str, policy: Transformer) -> AttentionHead:
     """The EAGLE-3 head in a folder or on the hub, in the policy's type.
 
     Raises:
-        ValueError: No such folder, or the head is for another policy, or its files are damaged; names file and tensor.
+        ValueError: No such folder, or the head is for another policy, or its files are damaged; names the tensor.
     """
     folder = locate(path)
-    head = AttentionHead(read_head_config(folder, policy.config), policy.dtype, policy.device)
-    source, places = f"{folder / 'config.json'}", named_places(head)
-    vocabulary, found = (policy.config.vocab_size, policy.config.hidden_size), set[str]()
-    for file, stored, tensor in stored_tensors(folder):
-        name = stored.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-        if name in LEFT_OUT or name.endswith("rotary_emb.inv_freq"):
-            continue
-        expected = {"d2t": head.token_ids.shape, "embed_tokens.weight": vocabulary}.get(name)
-        if name in places:
-            expected = places[name].shape
-        if expected is None:
-            raise ValueError(f"{file}: unexpected tensor {stored} (the EAGLE-3 head of {source} has none of this name)")
-        check_shape(file, stored, tensor.shape, expected, source)
-        found.add(name)
-        if name in places:
-            places[name].copy_(tensor)
-        else:
-            head.take(name, tensor)
-        if not 0 <= int(head.token_ids.min()) <= int(head.token_ids.max()) < policy.config.vocab_size:
-            raise ValueError(f"{file}: {stored} leads to tokens that are not in the vocabulary; expected offsets")
-    needed = places.keys() | ({"d2t"} if head.config.num_listed < policy.config.vocab_size else set())
-    if missing := sorted(needed - found):
-        raise ValueError(f"{folder}: the EAGLE-3 head lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    config, stored = read_head_config(folder, policy.config), stored_tensors(folder)
+    head = AttentionHead(config, policy.dtype, policy.device, has_embedding=EMBEDDING in stored)
+    layer = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
+    places = named_places(head, layer, {"own_output": "lm_head", "hidden_norm": f"{layer}.hidden_norm"})
+    if head.own_embedding is not None:
+        places[EMBEDDING] = head.own_embedding
+    rows = torch.arange(config.num_listed)
+    offsets = torch.zeros_like(rows)
+    if OFFSETS in stored or len(rows) < policy.config.vocab_size:
+        places[OFFSETS] = offsets
+    fill(places, stored, folder, f"the EAGLE-3 head of {folder / 'config.json'}")
+    listed = rows + offsets
+    if not 0 <= int(listed.min()) <= int(listed.max()) < policy.config.vocab_size:
+        raise ValueError(f"{folder}: {OFFSETS} leads to tokens that are not in the vocabulary; expected offsets")
+    head.token_ids.copy_(listed)
     return head
 
 
 def load_mtp(policy: Transformer) -> AttentionHead:
     """The MTP layer that the policy's folder holds; ValueError where it holds none, or one of another shape."""
-    prefix = f"{MTP_LAYERS}0."
-    head = AttentionHead(mtp_config(policy.config), policy.dtype, policy.device)
-    layer = head.layer
-    norms: dict[str, Tensor | None] = {
-        "token_layernorm": head.token_norm,
-        "hidden_layernorm": head.hidden_norm,
-        "input_layernorm": layer.attention_norm,
-        "post_attention_layernorm": layer.mlp_norm,
-        "final_layernorm": head.norm,
-        "input_proj": head.fc.weight,
-    }
-    places = {f"{name}.weight": weight.detach() for name, weight in norms.items() if weight is not None}
-    places |= {name.removeprefix("layers.0."): view for name, view in layer_places(layer, head.config.layer).items()}
-    for name, place in places.items():
-        if (tensor := policy.carried.get(prefix + name)) is None:
-            raise ValueError(f"the policy's folder has no tensor {prefix}{name}: kind mtp is for MiMo-7B")
-        check_shape(Path("the policy's folder"), prefix + name, tensor.shape, place.shape, "its config.json")
-        place.copy_(tensor)
+    head, layer = AttentionHead(mtp_config(policy.config), policy.dtype, policy.device), f"{MTP_LAYERS}0"
+    names = {"fc": "input_proj", "token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm"}
+    names |= {"norm": "final_layernorm"}
+    places = named_places(head, layer, {own: f"{layer}.{name}" for own, name in names.items()})
+    stored = {name: tensor for name, tensor in policy.carried.items() if name.startswith(f"{layer}.")}
+    fill(places, stored, Path("the policy's folder"), "an MTP layer (kind mtp is for MiMo-7B)")
     return head
+
+
+def named_places(head: AttentionHead, layer: str, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Each weight by its name in a folder, as a view into the head's own (fused) one.
+
+    Args:
+        head: The head.
+        layer: What names of its layer begin with.
+        names: Other weights -> their names, where these are not those in `AttentionHead`.
+    """
+    tensors = layer_tensors(head.config.layer, head.layer, 0)
+    places = {name.replace("model.layers.0", layer, 1): tensor for name, tensor in tensors.items()}
+    own = {name.removesuffix(".weight"): weight.detach() for name, weight in head.named_parameters()}
+    others = {names.get(name, name): weight for name, weight in own.items() if not name.startswith("layer.")}
+    return places | {f"{name}.weight": weight for name, weight in others.items()}
+
+
+def fill(places: Mapping[str, Tensor], stored: Mapping[str, Tensor], folder: Path, owner: str) -> None:
+    """Copy the tensors of a folder to their places.
+
+    Raises:
+        ValueError: one is missing, unexpected, or not of the shape that `owner` has; the message names it.
+    """
+    for name, tensor in stored.items():
+        if name not in places:
+            raise ValueError(f"{folder}: unexpected tensor {name} ({owner} has none of this name)")
+        check_shape(folder, name, tensor.shape, places[name].shape, owner)
+        places[name].copy_(tensor)
+    if missing := sorted(places.keys() - stored.keys()):
+        raise ValueError(f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:5])}; expected those of {owner}")
 
 
 def mtp_config(policy: ModelConfig) -> HeadConfig:
     """Shape of a policy's MTP layer."""
     return HeadConfig(replace(policy, num_hidden_layers=1), (), policy.vocab_size, norm_output=True)
-
-
-def named_places(head: AttentionHead) -> dict[str, Tensor]:
-    """Each weight by its name in a folder, as a view into the head's own (fused) one."""
-    assert head.own_output is not None
-    output = head.own_output.view(head.config.num_listed, -1)
-    layer, places = head.layer, {"fc.weight": head.fc.weight, "norm.weight": head.norm, "lm_head.weight": output}
-    norms: dict[str, Tensor | None] = {
-        "layers.0.input_layernorm": layer.attention_norm,
-        "layers.0.hidden_norm": head.hidden_norm,
-        "layers.0.post_attention_layernorm": layer.mlp_norm,
-        "layers.0.self_attn.q_norm": layer.q_norm,
-        "layers.0.self_attn.k_norm": layer.k_norm,
-        "input_norm": head.input_norm,
-        **{f"fc_norm.{index}": weight for index, weight in enumerate(head.fc_norm or ())},
-    }
-    places |= {f"{name}.weight": weight for name, weight in norms.items() if weight is not None}
-    return {name: tensor.detach() for name, tensor in places.items()} | layer_places(layer, head.config.layer)
-
-
-def layer_places(layer: Layer, config: ModelConfig) -> dict[str, Tensor]:
-    """Matrices and biases of a head's layer by name, as `named_places`."""
-    places: dict[str, Tensor] = {}
-    for linear, parts in fused_projections(config, layer, 0):
-        for kind, fused in linear.named_parameters():
-            views = fused.detach().split_with_sizes(list(parts.values()))
-            places |= {f"{part.removeprefix('model.')}.{kind}": view for part, view in zip(parts, views, strict=True)}
-    return places
 
 
 def read_head_config(folder: Path, policy: ModelConfig) -> HeadConfig:
@@ -253,30 +223,22 @@ def read_head_config(folder: Path, policy: ModelConfig) -> HeadConfig:
         numbers = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     else:  # speculators and vLLM: the number of layers before it
         first, numbers = 0, fields.get("eagle_aux_hidden_state_layer_ids")
-    num_layers = policy.num_hidden_layers
+    num_layers, width = policy.num_hidden_layers, policy.hidden_size
     reads = default_reads(num_layers) if numbers is None else tuple(number + first for number in numbers)
     if not reads or not all(0 <= number <= num_layers for number in reads):
         raise ValueError(f"{file}: it reads layers that a policy of {num_layers} layers has not: {numbers or reads}")
-    for name, expected in {
-        "hidden_size": policy.hidden_size,
-        "vocab_size": policy.vocab_size,
-        "target_hidden_size": policy.hidden_size,
-        "num_hidden_layers": 1,
-    }.items():
+    sizes = {"hidden_size": width, "target_hidden_size": width, "vocab_size": policy.vocab_size, "num_hidden_layers": 1}
+    for name, expected in sizes.items():
         value = layer.get(name, expected) if fields.get(name) is None else fields[name]
         if value != expected:
             raise ValueError(f"{file}: {name} is {value!r}; expected {expected}, for this policy")
-    shape = {name: value for name, value in layer.items() if name in LAYER_FIELDS}
-    if shape.get("model_type", "llama") not in ("llama", "qwen3"):
-        raise ValueError(f"{file}: model_type is {shape['model_type']!r}; supported: llama, qwen3")
-    fixed = {"num_hidden_layers": 1, "tie_word_embeddings": False}
-    flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-    return HeadConfig(
-        config_from_hf({"model_type": "llama", **shape, **fixed}, str(file)),
-        reads,
-        fields.get("draft_vocab_size") or policy.vocab_size,
-        **{name: bool(fields.get(name)) for name in flags},
-    )
+    if layer.get("model_type", "llama") not in ("llama", "qwen3"):
+        raise ValueError(f"{file}: model_type is {layer['model_type']!r}; supported: llama, qwen3")
+    fixed = {"num_hidden_layers": 1, "tie_word_embeddings": False, "layer_types": None}  # some have the policy's types
+    shape = {"model_type": "llama", **layer, **fixed}
+    flags = {name: bool(fields.get(name)) for name in HeadConfig._field_defaults}
+    num_listed = fields.get("draft_vocab_size") or policy.vocab_size
+    return HeadConfig(config_from_hf(shape, str(file)), reads, num_listed, **flags)
 
 
 def usual_config(policy: ModelConfig) -> HeadConfig:
@@ -290,16 +252,18 @@ def default_reads(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """The tensors of a folder with their files and names: those of safetensors files, else of `pytorch_model.bin`."""
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a head's folder that drafting needs: of safetensors files, else of `pytorch_model.bin`."""
+    tensors: dict[str, Tensor] = {}
     if (file := folder / PICKLED).is_file() and not any(folder.glob("*.safetensors")):
         load: Callable[..., dict[str, Tensor]] = torch.load
         with Caught() as caught:  # damaged files raise anything
             tensors = load(file, map_location="cpu", weights_only=True)
         if caught.error is not None:
             raise ValueError(f"{file}: no readable weights ({caught.error}); is the download complete?")
-        yield from ((file, name, tensor) for name, tensor in tensors.items())
-        return
-    for file in weight_files(folder):
-        with opened(file) as tensors:
-            yield from ((file, name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118 - no mapping
+    else:
+        for file in weight_files(folder):
+            with opened(file) as found:
+                tensors |= {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118 - no mapping
+    needed = [name for name in tensors if not name.endswith(LEFT_OUT)]
+    return {name.removeprefix("model."): tensors[name] for name in needed}

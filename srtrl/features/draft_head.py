@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.runner import Runner
+from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.transformer import Transformer, rms_norm
 
 Array = npt.NDArray[Any]
-Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 REFUSED = -1
@@ -35,10 +36,20 @@ EPS = 1e-6
 
 
 class Guesser(Protocol):
-    """A head, as `draft_chains` needs it."""
+    """A head, as the decoder needs it."""
 
     token_ids: Tensor
     """[L] int64, the tokens that it can guess."""
+
+    def refresh(self, policy: Transformer) -> None:
+        """A rollout begins: take over the policy's weights."""
+
+    def aim(self, runner: Runner, rows: Int64Array) -> Tensor:
+        """Get ready for `unroll` after these rows of the last step.
+
+        Returns:
+            States of all rows of that step, at an address that stays: those of `rows` are for `unroll`.
+        """
 
     def unroll(self, hidden: Tensor, last: Tensor, k: int, take_best: Callable[[int, Tensor], Tensor]) -> None:
         """See `DraftHead.unroll`."""
@@ -95,6 +106,10 @@ class DraftHead(nn.Module):
         """Take over the policy's current embedding and output head."""
         self.embedding = policy.embedding.detach()  # [V, D]
         torch.index_select(policy.head_weight.detach(), 0, self.token_ids, out=self.output)
+
+    def aim(self, runner: Runner, rows: Int64Array) -> Tensor:
+        """See `Guesser`: the final hidden states."""
+        return runner.hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Normalised embeddings of `token_ids` [B]: [B, D]."""

@@ -17,7 +17,7 @@ from srtrl.cuda.runner import CudaRunner, PinnedCopy, QueueMark
 from srtrl.cuda.sampling import BLOCK, load_scaled, noise_bits, rough_gumbel
 from srtrl.cuda.shapes import padded_rows
 from srtrl.engine.step_inputs import Int32Array, aligned
-from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead
+from srtrl.features.draft_head import BEST, REFUSED, SECOND, Guesser
 
 Array = npt.NDArray[Any]
 
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 class CudaGuesses:
     """Inputs and guesses of a draft head at fixed addresses, and a graph for each padded number of sequences."""
 
-    def __init__(self, head: DraftHead, runner: CudaRunner, *, k: int, slots: int) -> None:
+    def __init__(self, head: Guesser, runner: CudaRunner, *, k: int, slots: int) -> None:
         """See `CpuGuesses`; for up to `slots` sequences."""
         self.head, self.k, self._runner = head, k, runner
         self._width = aligned(padded_rows(slots))
@@ -41,13 +41,14 @@ class CudaGuesses:
     def launch(self, rows: Array, token_ids: Array, temperatures: Array, rng_keys: Array, positions: Array) -> bool:
         """See `CpuGuesses`. Weights that move have dropped the graphs before."""
         self._end.wait()
-        self._num = num = len(rows)
+        self._num, padded = len(rows), padded_rows(len(rows))
+        places = np.minimum(np.arange(padded), len(rows) - 1)  # as padding the last sequence comes again
+        self._states = self.head.aim(self._runner, rows[places])
         staging = self._staging.host.numpy().reshape(-1, self._width)
-        staging[:2].reshape(-1).view(np.uint64)[:num] = rng_keys
-        staging[2] = 0  # the rest is greedy, after a row and a token that exist
-        staging[2].view(np.float32)[:num] = temperatures
-        staging[3:, :num] = rows, token_ids, *(positions + depth for depth in range(self.k))
-        padded = padded_rows(num)
+        staging[:2].reshape(-1).view(np.uint64)[:padded] = rng_keys[places]
+        staging[2].view(np.float32)[:padded] = temperatures[places]
+        numbers = rows, token_ids, *(positions + depth for depth in range(self.k))
+        staging[3:, :padded] = np.stack(numbers)[:, places]
         is_prepared = self._runner.run((self, padded), partial(self._compute, padded))
         self._end.record()
         return is_prepared
@@ -66,7 +67,7 @@ class CudaGuesses:
             rank_listed_triton(logits, *noise, listed, (best, second, margins.view(torch.float32)))
             return best
 
-        self.head.unroll(self._runner.hidden.index_select(0, rows), last, self.k, take_best)
+        self.head.unroll(self._states.index_select(0, rows), last, self.k, take_best)
         self._guesses.download(len(self._guesses.host))
 
     def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:

@@ -26,7 +26,7 @@ from srtrl.engine.runner import Runner
 from srtrl.engine.stats import MAX_DEPTH
 from srtrl.engine.step_inputs import Int32Array, Int64Array
 from srtrl.engine.verify import NO_ROW
-from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead, draft_chains, merge_chains
+from srtrl.features.draft_head import BEST, REFUSED, SECOND, DraftHead, Guesser, draft_chains, merge_chains
 from srtrl.files import write_atomic
 from srtrl.types import Purpose, Request
 
@@ -69,7 +69,7 @@ class Guesses(Protocol):
 class CpuGuesses:
     """The guesses of a head on a CPU, which computes them at once."""
 
-    def __init__(self, head: DraftHead, runner: Runner, *, k: int) -> None:
+    def __init__(self, head: Guesser, runner: Runner, *, k: int) -> None:
         """A head that guesses `k` tokens in a row, after rows of the runner's last step."""
         self.head, self.k, self._runner = head, k, runner
 
@@ -79,7 +79,8 @@ class CpuGuesses:
 
     def launch(self, rows: Int64Array, *noise: Any) -> bool:
         """See `Guesses`."""
-        self._chains = draft_chains(self.head, self._runner.hidden[torch.from_numpy(rows)], *noise, k=self.k)
+        states = self.head.aim(self._runner, rows)
+        self._chains = draft_chains(self.head, states[torch.from_numpy(rows)], *noise, k=self.k)
         return True
 
     def wait(self) -> tuple[Int32Array, npt.NDArray[np.float32]]:
@@ -95,7 +96,7 @@ class HeadDrafter:
     def __init__(
         self,
         inner: DrafterBase,
-        head: DraftHead | Guesses,
+        head: Guesser,
         runner: Runner,
         *,
         k: int,
@@ -106,17 +107,17 @@ class HeadDrafter:
 
         Args:
             inner: The other drafter.
-            head: Its policy is the runner's; or what computes the guesses of another kind of head.
+            head: Its policy is the runner's.
             runner: The engine's, as the two that follow.
             k: Tokens that are guessed in a row.
             slots: Number of slots.
             cost: Of a step; None where drafts are not budgeted by it: then the head always runs.
         """
-        self.inner = inner
+        self.inner, self.head = inner, head
         self.k = k
         self.cost = cost
         self._runner = runner
-        self._guesses = _guesses_on(runner, head, k=k, slots=slots) if isinstance(head, DraftHead) else head
+        self._guesses = _guesses_on(runner, head, k=k, slots=slots)
         self.tables: dict[str, Array] = {}
         """By purpose, [k, 2, NUM_BINS, 2]: accepted and tried, of the best and the second best token."""
         self._promised: dict[str, float] = {}
@@ -255,7 +256,7 @@ class HeadDrafter:
             self.tables[purpose][: len(rows)] = rows[: self.k]
 
 
-def _guesses_on(runner: Runner, head: DraftHead, *, k: int, slots: int) -> "CpuGuesses | CudaGuesses":
+def _guesses_on(runner: Runner, head: Guesser, *, k: int, slots: int) -> "CpuGuesses | CudaGuesses":
     """Guesses that are computed on the runner's device."""
     if isinstance(runner, CpuRunner):
         return CpuGuesses(head, runner, k=k)

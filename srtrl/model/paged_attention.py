@@ -84,6 +84,12 @@ class KVCache:
         """Values of one layer as they lie in a token-major cache: [num_pages, page_size, K, E], contiguous."""
         return self.value_pages[layer].transpose(1, 2)
 
+    def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, [M, K, E] each, of one layer at KV indices [M]."""
+        pages, offsets = indices.long() // self.page_size, indices.long() % self.page_size
+        self.key_pages[layer][pages, :, :, offsets] = keys.to(self.key_pages.dtype)
+        self.value_pages[layer][pages, :, offsets] = values.to(self.value_pages.dtype)
+
     def move_indices(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copy single KV indices in all layers, [M] each; every source is read before any target is written."""
         moves = np.stack(np.divmod(np.stack([sources, targets]).astype(np.int64), self.page_size))

@@ -143,8 +143,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
                 places[name].copy_(tensor)
             elif name == "lm_head.weight":
                 heads.append((file, tensor))
-            elif name.startswith(MTP_LAYERS):
-                model.carried[name] = tensor
+    model.carried = carried_tensors(files)
     for file, head in heads:
         if not torch.equal(head.to(model.dtype), model.embedding.detach().cpu()):  # which of the two was trained?
             raise ValueError(
@@ -152,6 +151,16 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
                 "tie_word_embeddings true; set it to false if the head was trained apart"
             )
     return model
+
+
+def carried_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
+    """The tensors of `Transformer.carried` in the files of a model."""
+    carried: dict[str, Tensor] = {}
+    for file in files:
+        with opened(file) as tensors:
+            names = [name for name in tensors.keys() if name.startswith(MTP_LAYERS)]  # noqa: SIM118 - no mapping
+            carried |= {name: tensors.get_tensor(name) for name in names}
+    return carried
 
 
 def check_weights(folder: Path, config: ModelConfig) -> Sequence[Path]:
@@ -199,18 +208,25 @@ def named_tensors(model: Transformer) -> dict[str, Tensor]:
     if model.head is not None:
         tensors["lm_head.weight"] = model.head
     for index, module in enumerate(model.layers):
-        layer = cast(Layer, module)
-        norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
-        layout = _LAYOUTS[model.config.model_type]
-        named_norms = dict(zip((*layout.norms, *layout.qk_norms), (*norms, layer.q_norm, layer.k_norm), strict=True))
-        tensors |= {
-            f"model.layers.{index}.{name}.weight": weight for name, weight in named_norms.items() if weight is not None
-        }
-        for linear, parts in fused_projections(model.config, layer, index):
-            for kind, fused in linear.named_parameters():  # weight [out, in], and bias [out] where there is one
-                views = fused.detach().split_with_sizes(list(parts.values()))
-                tensors |= {f"{part}.{kind}": view for part, view in zip(parts, views, strict=True)}
+        tensors |= layer_tensors(model.config, cast(Layer, module), index)
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def layer_tensors(config: ModelConfig, layer: Layer, index: int) -> dict[str, Tensor]:
+    """Those of `named_tensors` that belong to one layer."""
+    norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+    layout = _LAYOUTS[config.model_type]
+    named_norms = dict(zip((*layout.norms, *layout.qk_norms), (*norms, layer.q_norm, layer.k_norm), strict=True))
+    tensors = {
+        f"model.layers.{index}.{name}.weight": weight.detach()
+        for name, weight in named_norms.items()
+        if weight is not None
+    }
+    for linear, parts in fused_projections(config, layer, index):
+        for kind, fused in linear.named_parameters():  # weight [out, in], and bias [out] where there is one
+            views = fused.detach().split_with_sizes(list(parts.values()))
+            tensors |= {f"{part}.{kind}": view for part, view in zip(parts, views, strict=True)}
+    return tensors
 
 
 def fused_projections(config: ModelConfig, layer: Layer, index: int) -> list[tuple[nn.Linear, dict[str, int]]]:
