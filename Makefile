@@ -65,9 +65,8 @@ check: $(DEV_STAMP) ## Lint, formatting and types
 bench: $(STAMP) ## Measure the decoder
 	$(BIN)/python docs/bench_rollout.py $(ARGS)
 
-check-gpu-static: $(DEV_STAMP) ## What can be checked of the CUDA path without a GPU; writes the table of its kernels
+check-gpu-static: $(DEV_STAMP) ## Check the CUDA path as far as that goes without a GPU
 	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadgroup tests/test_engine_cuda.py tests/test_fake_cuda.py tests/test_triton_compile.py
-	$(BIN)/python docs/kernels.py --everything --write-docs docs/performance.md
 
 bench-gpu: $(DEV_STAMP) ## Check and measure the CUDA path on one GPU, in nine minutes; writes docs/benchmarks.md
 	TRACE=$(TRACE) TOKENIZER=$(TOKENIZER) $(BIN)/python docs/gpu_stages.py --write-docs docs/benchmarks.md $(ARGS)

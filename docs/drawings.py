@@ -41,8 +41,7 @@ DECODED = (
 )
 """The tokens of each decode step of a sample of the quickstart: the first of the last step's group of its prompt.
 
-`srtrl trie runs/quickstart --prompt arithmetic-train-0-1239` prints it, decoded with drafts from the eight rollouts of
-the first epoch.
+A report shows such steps; this one is decoded with drafts from the eight rollouts of the first epoch.
 """
 
 FORK_TOKENS = "8201"

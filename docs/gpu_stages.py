@@ -501,7 +501,7 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int, *others: str) -> 
     from srtrl.model.weights import init_model
     from srtrl.planner import MAX_SHARE, find_config
     from srtrl.recipe.file import load_recipe
-    from srtrl.run.checkpoint import save_policy
+    from srtrl.run.checkpoint import PolicyFiles
     from srtrl.run.estimate import DEFAULT_GPU_GIB
 
     changes = [
@@ -521,7 +521,7 @@ def two_steps(device: str, recipe_name: str, mean_tokens: int, *others: str) -> 
         folder = Path(name)
         model = init_model(config, 0, torch.bfloat16, device, drawn_on=device)
         ends = torch.arange(0, config.vocab_size, mean_tokens).tolist()  # one token in `mean_tokens` ends a response
-        save_policy(folder / "model", model=model, tokenizer=load_tokenizer("bundled:tiny"), end_ids=ends)
+        PolicyFiles(model=model, tokenizer=load_tokenizer("bundled:tiny"), end_ids=ends).save(folder / "model")
         del model
         rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
         (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")

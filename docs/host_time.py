@@ -153,9 +153,8 @@ class StatedControl(DraftControl):
 
     def record(self, **counts: Any) -> None:
         """See `DraftControl`."""
-        num, drafted = counts["num_sequences"], counts["drafted"]
-        draft_seconds = DRAFT_SECONDS * num if drafted else 0.0
-        seconds = self.cost.seconds(counts["num_rows"]) + HOST_SECONDS * num + draft_seconds
+        draft_seconds = DRAFT_SECONDS * counts["num_sequences"]
+        seconds = self.cost.seconds(counts["num_rows"]) + HOST_SECONDS * counts["num_sequences"] + draft_seconds
         super().record(**{**counts, "draft_seconds": draft_seconds, "seconds": seconds})
 
 

@@ -1,7 +1,6 @@
 """Compile every kernel for Ampere to Blackwell, without a GPU, just as the runner launches it for real models.
 
-`--everything --write-docs FILE` (part of `make check-gpu-static`) writes the table of docs/performance.md; otherwise
-what was found is printed as JSON, for tests/test_triton_compile.py, which checks it.
+What was found is printed as JSON, for tests/test_triton_compile.py, which checks it (`make check-gpu-static`).
 
 The runner takes its steps on CPU tensors through Triton's own binder, a driver that stands for a device says which one
 it is, and what would be launched is compiled only. What a kernel needs is read from its binary; matrix products are
@@ -228,37 +227,11 @@ def programs_at_once(registers: int, metadata: Any, capability: int) -> int:
     return int(min(by_registers, by_memory, 64 // metadata.num_warps))
 
 
-def write_docs(path: Path, compiled: dict[str, Any]) -> None:
-    """Replace the table of kernels between its two marks."""
-    launches = STEP | {"rank_listed": DRAFT_TOKENS}
-    lines = [
-        f"With Triton {triton.__version__} and torch {torch.__version__.partition('+')[0]}:",
-        "",
-        "| kernel | lanes | registers | spilled | shared KiB | programs | launches |",
-        "| --- " + "| --: " * 6 + "|",
-    ]
-    for row in compiled["kernels"]:
-        if (row["model"], row["capability"]) == (FIRST, HOPPER):
-            cells = [f"`{row['kernel']}`", row["lanes"] or "", row["registers"], row["spilled"]]
-            cells += [f"{row['shared'] / 1024:.0f}", row["programs"], launches.get(row["kernel"], "")]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    begin, end = "<!-- kernels -->\n", "<!-- end of kernels -->"
-    text = path.read_text(encoding="utf-8")
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    path.write_text(f"{head}{begin}" + "\n".join(dict.fromkeys(lines)) + f"\n{end}{tail}", encoding="utf-8")
-
-
 def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--everything", action="store_true", help="all models and architectures")
-    parser.add_argument("--write-docs", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    compiled = compile_kernels(options.everything)
-    if options.write_docs:
-        write_docs(options.write_docs, compiled)
-    else:
-        json.dump(compiled, sys.stdout)
+    json.dump(compile_kernels(parser.parse_args().everything), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 One thread, some minutes. Each run takes four steps over two epochs: every prompt is sampled twice. The drafts are
 budgeted by the stated cost of a decode step (`H200_CURVE` in h200.py) instead of measured times, so that all
-counts are the same in every run of this script (but with a tool, whose answers take their own time); the seconds are
-not.
+counts are the same in every run of this script (but with a tool, whose answers take their own time).
 """
 
 import hashlib
@@ -34,11 +33,12 @@ BEGIN, END = "<!-- written by results.py -->\n", "<!-- end -->\n"
 NUM_STEPS, NUM_PROMPTS = 4, {"quickstart": 32, "ppo_tiny": 64, "dapo_tiny": 32, "tools_tiny": 32}
 EXTRA = {"quickstart": ["train.learning_rate=1e-4"], "ppo_tiny": ["critic.warmup_steps=1"]}
 TITLES = {"quickstart": "GRPO", "ppo_tiny": "PPO", "dapo_tiny": "DAPO", "tools_tiny": "GRPO with a tool"}
-DRAFTERS = ("none", "ngram", "suffix", "history", "srt")
+DRAFTERS = ("none", "suffix:Drafter", "srt")
+sys.path.append(str(PAGE.parent / "examples"))
 
 
 def train(name: str, drafter: str, folder: str) -> dict[str, Any]:
-    """One run: counts and seconds of its two halves, the price of its decode steps, the hash of its last weights."""
+    """One run: counts of its two halves, the price of its decode steps, the hash of its last weights."""
     settings = [f"train.num_steps={NUM_STEPS}", f"train.checkpoint_every={NUM_STEPS}", "eval.before_and_after=false"]
     settings += ["eval.every_steps=null", "log.trackers=[]", f"output_dir={folder}", f"rollout.drafter={drafter}"]
     settings += [f"task.options.num_train={NUM_STEPS // 2 * NUM_PROMPTS[name]}", *EXTRA.get(name, [])]
@@ -66,8 +66,6 @@ def train(name: str, drafter: str, folder: str) -> dict[str, Any]:
     return {
         "steps": [sum(row["engine/decode_steps"] for row in half) for half in halves],
         "rate": [num / sum(each) for num, each in zip(tokens, decodes, strict=True)],
-        "rollout": sum(row["time/rollout"] for row in rows),
-        "step": sum(row["time/step"] for row in rows),
         "price": sum(prices),
         "hash": digest.hexdigest()[:12],
     }
@@ -83,13 +81,13 @@ def table_of(name: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
         raise ValueError(f"{name}: drafters changed the weights: { {key: run['hash'] for key, run in runs.items()} }")
     lines = [f"### {TITLES[name]}: [{name}.yaml](../recipes/{name}.yaml)\n"]
     lines += ["| drafter | decode steps: first, second visit | tokens per decode step: first, second visit |"]
-    lines[-1] += " price of the rollouts | rollout s | step s | sha256 of the weights |"
-    lines += ["| --- | --: | --: | --: | --: | --: | --- |"]
+    lines[-1] += " price of the rollouts | sha256 of the weights |"
+    lines += ["| --- | --: | --: | --: | --- |"]
     for drafter, run in runs.items():
         price = f"{1000 * run['price']:,.0f} ms ({runs['none']['price'] / run['price']:.2f}x)"
         (first, second), (rate, later) = run["steps"], run["rate"]
-        cells = [f"`{drafter}`", f"{first:,.0f}, {second:,.0f}", f"{rate:.2f}, {later:.2f}", price]
-        cells += [f"{run['rollout']:.1f}", f"{run['step']:.1f}", f"`{run['hash']}`"]
+        cells = [f"`{drafter.partition(':')[0]}`", f"{first:,.0f}, {second:,.0f}", f"{rate:.2f}, {later:.2f}", price]
+        cells.append(f"`{run['hash']}`")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

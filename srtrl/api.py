@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from functools import wraps
 from operator import methodcaller
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from srtrl.build import run_training
 from srtrl.checks import build_checked
@@ -19,7 +19,7 @@ from srtrl.generation import Generated, generate
 from srtrl.live_run import with_live_run
 from srtrl.recipe.file import Overrides, Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import FROM_PYTHON, Caught
+from srtrl.resolve import FROM_PYTHON, Caught, is_message
 from srtrl.run.place import StartFlags, TrainingResult
 from srtrl.tasks.base import NAME_SOME
 from srtrl.trainer.trainer import TrainingStoppedError
@@ -28,8 +28,27 @@ __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
 Rows = Iterable[Mapping[str, Any]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def with_messages(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function: messages to the user name its arguments, and have no frames of srtrl but this."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, TrainingStoppedError) as error:
+            if not is_message(error):
+                raise
+            error.args = (in_python(str(error)),)
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+@with_messages
 def load_recipe(
     recipe: RecipeLike,
     overrides: Overrides = (),
@@ -84,13 +103,10 @@ def load_recipe(
     module = f"{FROM_PYTHON}.{source.data.get('name')}"
     source.data = _plain(source.data, module, functions)
     vars(sys.modules.setdefault(module, ModuleType(module))).update(functions)
-    try:
-        return build_checked(source, downloads=downloads)
-    except RecipeError as error:
-        problems = [replace(problem, message=in_python(problem.message)) for problem in error.problems]
-        raise RecipeError(*problems) from None
+    return build_checked(source, downloads=downloads)
 
 
+@with_messages
 def train(
     recipe: RecipeLike,
     overrides: Overrides = (),
@@ -107,14 +123,10 @@ def train(
     those of `run_training`, whose messages name the arguments. `on_step` is a function of (step, metrics, run), called
     on all ranks after each training step and its checkpoint, and after a resume once more for the step of the
     checkpoint: the metrics are those of docs/metrics.md, `run` is a `LiveRun`, and a dictionary of numbers that it
-    returns is logged, with names below `user/`. One of (step, metrics) is called on the main rank.
+    returns is logged, with names below `user/`.
     """
     loaded = load_recipe(recipe, overrides, rewards=rewards, rows=rows, eval_rows=eval_rows, downloads=True)
-    try:
-        return run_training(loaded, on_step=with_live_run(on_step), **flags)
-    except (ValueError, TrainingStoppedError) as error:
-        error.args = (in_python(str(error)),)
-        raise
+    return run_training(loaded, on_step=with_live_run(on_step), **flags)
 
 
 def _refuse_second(source: RecipeSource, argument: str, key: str) -> None:
@@ -159,7 +171,9 @@ def _plain(value: Any, module: str, functions: dict[str, Any]) -> Any:
         return f"{home}:{name}"
     name = name.rpartition(".")[2]
     if not name.isidentifier():
-        raise ValueError(f"{value!r:.80} has no name: write it with `def`")
+        code = getattr(value, "__code__", None)
+        place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        raise ValueError(f"{value!r:.80}{place} has no name: write it with `def`")
     if functions.setdefault(name, value) is not value:
         raise ValueError(f"two functions of the recipe are named `{name}`: rename one")
     return f"{module}:{name}"

@@ -112,21 +112,22 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
     Raises:
         ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
     """
-    with ranks.synchronized("counting the training prompts"):
-        recipe = with_num_steps(recipe)
+    seed_generators(recipe.seed, 0)
+    data = None
+    if recipe.train.num_passes is not None:
+        with ranks.synchronized("counting the training prompts"):
+            data = load_data(recipe)
+            recipe = with_num_steps(recipe, data[2])
     changes, checkpoint = ranks.on_main(lambda: _check_start(recipe, flags), "checks of rank 0")
     device = choose_device(recipe)
     set_cpu_threads(recipe.num_threads, device=device.type)
-    seed_generators(recipe.seed, 0)
     with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
-        tokenizer = build_tokenizer(recipe)
+        tokenizer, turns, task = data or load_data(recipe)
         end_ids = response_end_ids(recipe.model.path, tokenizer)
-        turns = build_turns(recipe, tokenizer, recipe.folder / OBSERVATIONS)
-        task = load_task(recipe, tokenizer, tools=turns.tools)
-        prompts_sha256 = digest_prompts(task.train_prompts, checkpoint)
+        digests = {"prompts_sha256": digest_prompts(task.train_prompts, checkpoint)}
         training_evals(task, recipe)  # raises if there are no problems for it
-        models = load_models(recipe, checkpoint, device, tokenizer)
-        model_sha256, teacher_sha256 = digest_models(recipe, checkpoint)
+        models = load_models(recipe, checkpoint, device)
+        digests |= digest_models(recipe, checkpoint)
     unshard(models.policy, in_place=True)  # of all ranks; an error within `synchronized` would leave the others waiting
     with ranks.synchronized("loading the decoder"), explain_out_of_memory("loading the decoder"):
         observers = [] if models.draft_head is None else [models.draft_head]
@@ -151,25 +152,32 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
             learners=[policy_learner] if models.critic is None else [models.critic, policy_learner],
             policy=policy_learner,
             saved=[PolicyFiles(model=models.policy, tokenizer=tokenizer, end_ids=end_ids), engine.drafter],
-            prompts_sha256=prompts_sha256,
-            model_sha256=model_sha256,
-            teacher_sha256=teacher_sha256,
+            digests=digests,
             flags=flags,
             checkpoint=checkpoint,
             changes=changes,
         )
 
 
-def with_num_steps(recipe: Recipe) -> Recipe:
-    """The recipe with `train.num_passes` turned into `train.num_steps`: the training prompts are loaded and counted.
+def load_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, OneTurn, TaskBase]:
+    """Load the task as the recipe says, after the tokenizer and the environment whose tools its prompts show.
 
     Raises:
-        ValueError: a mistake in the data, or a value that does not go with this number.
+        ValueError: a mistake in the data, the environment or the tokenizer.
+    """
+    tokenizer = build_tokenizer(recipe)
+    turns = build_turns(recipe, tokenizer, recipe.folder / OBSERVATIONS)
+    return tokenizer, turns, load_task(recipe, tokenizer, tools=turns.tools)
+
+
+def with_num_steps(recipe: Recipe, task: TaskBase) -> Recipe:
+    """The recipe with `train.num_passes` turned into `train.num_steps` by the number of training prompts.
+
+    Raises:
+        ValueError: a value does not go with this number.
     """
     if (num_passes := recipe.train.num_passes) is None:
         return recipe
-    tokenizer = build_tokenizer(recipe)
-    task = load_task(recipe, tokenizer, tools=build_turns(recipe, tokenizer).tools)
     num_steps = ceil(Fraction(str(num_passes)) * len(task.train_prompts) / recipe.rollout.num_prompts)
     train = recipe.train.model_copy(update={"num_steps": num_steps, "num_passes": None})
     counted = recipe.model_copy(update={"train": train})

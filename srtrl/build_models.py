@@ -16,17 +16,14 @@ from srtrl.features.critic import CRITIC_FOLDER, Critic, ValueModel, load_value_
 from srtrl.features.draft_head import DraftHead
 from srtrl.features.draft_head_learner import DraftHeadLearner
 from srtrl.features.lora import LoraAdamW
-from srtrl.features.teacher import check_scores, check_vocabulary
 from srtrl.model.attention import check_packed_attention
-from srtrl.model.folders import base_name, find_adapter, load_tokenizer, locate
+from srtrl.model.folders import base_name, find_adapter, locate
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.repeatable import fix_workspace
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from srtrl.model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,9 +43,7 @@ class Models(NamedTuple):
     critic: Critic | None
 
 
-def load_models(
-    recipe: Recipe, checkpoint: Path | None, device: torch.device, tokenizer: PreTrainedTokenizerBase
-) -> Models:
+def load_models(recipe: Recipe, checkpoint: Path | None, device: torch.device) -> Models:
     """Load the models that the recipe asks for, with the weights of a checkpoint if there is one.
 
     Raises:
@@ -65,7 +60,7 @@ def load_models(
         policy=policy,
         optimizer=make_policy_optimizer(policy, recipe),
         reference=build_reference(recipe, policy, device),
-        teacher=build_teacher(recipe, device, tokenizer),
+        teacher=build_teacher(recipe, device),
         draft_head=build_draft_head(recipe, policy),
         attention_head=build_attention_head(recipe, policy),
         critic=build_critic(recipe, checkpoint, device),
@@ -145,11 +140,11 @@ def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> MasterAdamW:
 
 
 def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -> Transformer | None:
-    """The frozen reference policy, or None where the KL coefficient is 0.
+    """The frozen reference policy, or None where the recipe has none.
 
     It is a second set of weights in memory; with LoRA it is the policy itself, inside `LoraAdamW.base_weights`.
     """
-    if recipe.algorithm.kl.coefficient == 0:
+    if not recipe.has_reference:
         return None
     if recipe.model.lora is not None:
         return policy
@@ -159,19 +154,13 @@ def build_reference(recipe: Recipe, policy: Transformer, device: torch.device) -
     return reference
 
 
-def build_teacher(recipe: Recipe, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Transformer | None:
-    """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one.
-
-    Raises:
-        ValueError: its vocabulary is not the policy's, or its scores are no numbers that repeat.
-    """
+def build_teacher(recipe: Recipe, device: torch.device) -> Transformer | None:
+    """The frozen teacher of `algorithm.teacher`, a second set of weights in the policy's type; None without one."""
     section = recipe.algorithm.teacher
     if section is None:
         return None
-    check_vocabulary(tokenizer, load_tokenizer(section.path))
     teacher = build_policy(recipe, section.path, device).requires_grad_(False)
     check_packed_attention(device, DTYPES[recipe.model.dtype], teacher.config.head_dim)
-    check_scores(teacher)
     shard_model(teacher, recipe)
     return teacher
 

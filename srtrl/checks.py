@@ -58,19 +58,18 @@ def check_data(recipe: Recipe) -> Recipe:
     """
     from srtrl import build
     from srtrl.model.folders import is_local
-    from srtrl.tasks.base import load_task, needs_network
+    from srtrl.tasks.base import needs_network
     from srtrl.trainer.evaluate import training_evals
 
     paths = [recipe.model.path, recipe.model.tokenizer or recipe.model.path]
     makes_model = recipe.warm_start is not None and recipe.warm_start.architecture is not None
     if makes_model or not all(map(is_local, paths)) or needs_network(recipe.task):
         return recipe
-    tokenizer = build.build_tokenizer(recipe)
+    tokenizer, _, task = build.load_data(recipe)
     build.response_end_ids(recipe.model.path, tokenizer)
-    task = load_task(recipe, tokenizer, tools=build.build_turns(recipe, tokenizer).tools)
     build.build_order(recipe, task)
     training_evals(task, recipe)
-    return build.with_num_steps(recipe)
+    return build.with_num_steps(recipe, task)
 
 
 def _checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -182,7 +181,7 @@ def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
     numbers, index = logprobs.detach(), torch.tensor([0, 0, 1, 1])
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     offered: dict[str, Any] = {"entropy": -logprobs, "rollout_logprobs": numbers}
-    offered |= {"ref_logprobs": numbers} if algorithm.kl.coefficient > 0 else {}
+    offered |= {"ref_logprobs": numbers} if recipe.has_reference else {}
     losses = [logprobs, numbers, numbers + 1, index]
     lengths = {"sequence_lengths": torch.tensor([2, 2]), "max_new_tokens": recipe.rollout.max_new_tokens}
     yield "algorithm.loss", algorithm.loss, losses, clip, offered, algorithm.loss_options
@@ -268,7 +267,11 @@ def _model_checks(recipe: Recipe, *, warm_start: bool, downloads: bool) -> Itera
     """As `_checks`, of each option that names the folder of a model or a tokenizer, or a model on the hub."""
     from srtrl.model.folders import is_local
 
-    paths = {option: path for option, path in recipe.model_paths.items() if downloads or is_local(path)}
+    paths = {
+        option: path
+        for option, path in recipe.model_paths.items()
+        if is_local(path) or (downloads and (option.startswith("model.") or not warm_start))  # which needs no others
+    }
     architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
     if "model.tokenizer" in paths:
         yield "model.tokenizer", partial(_check_tokenizer, paths["model.tokenizer"])

@@ -7,25 +7,25 @@ import os
 import shlex
 import sys
 import textwrap
-import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from srtrl import __version__, generation
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked, check_data, check_recipe
-from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.files import shown_path
 from srtrl.ranks import interrupt_exit_code, is_main_process, should_report
-from srtrl.recipe.file import build_recipe, dump_recipe, is_recipe, keys_named, read_source
+from srtrl.recipe.fields import describe_fields, fields_of
+from srtrl.recipe.file import build_recipe, dump_recipe, expectation, is_recipe, keys_named, read_source, unknown_key
 from srtrl.recipe.schema import Recipe
-from srtrl.report import compare, export, rollouts, trie
-from srtrl.resolve import shorten
+from srtrl.report import compare, export, rollouts
+from srtrl.resolve import is_message, shorten
 from srtrl.run.place import check_place
 
 RecipePath = Annotated[
@@ -37,6 +37,12 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Rename an existing result to NAME.1 and start again.")]
+OPTIONS = {
+    "Task": "task.options",
+    "Environment": "rollout.environment.options",
+    "Drafter": "rollout.drafter_options",
+}
+"""Class of parts, each in a module of its own -> the key of their options."""
 
 
 class Commands(TyperGroup):
@@ -55,15 +61,15 @@ class Commands(TyperGroup):
         except (typer.Exit, BrokenPipeError):  # typer handles these
             raise
         except TyperException as error:
+            if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
+                hint, detail = error.format_message().split("'")[1], error.__cause__.errors()[0]
+                print(f"error: {hint}: {expectation(detail)}, found {detail['input']!r}", file=sys.stderr)
+                raise typer.Exit(2) from None
             if keys := keys_named(getattr(error, "option_name", "").lstrip("-").replace("-", "_")):
                 error.message += f"; a value of the recipe is given as {' or '.join(f'{key}=VALUE' for key in keys)}"
             raise
         except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError) as error:
-            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-            is_bug = isinstance(error, ValueError | RuntimeError | FloatingPointError) and not raised_in.is_relative_to(
-                Path(__file__).parent
-            )
-            if is_bug or os.environ.get("SRTRL_TRACEBACK") == "1":
+            if not is_message(error):
                 raise
             is_interrupt = isinstance(error, KeyboardInterrupt)
             if should_report(error):
@@ -199,7 +205,6 @@ app.command("generate")(generation.command)
 
 
 app.command("replay")(replay)
-app.add_typer(tools.app, name="tool")
 
 
 @app.command("report")
@@ -221,7 +226,6 @@ def report(
 
 app.command("compare")(compare.command)
 app.command("rollouts")(rollouts.command)
-app.command("trie")(trie.command)
 app.command("export")(export.command)
 
 
@@ -246,16 +250,20 @@ def show_config(
     gpus: Annotated[
         int | None, typer.Option(min=1, max=4096, metavar="N", help="With --check: GPUs that share a step.")
     ] = None,
-    help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
+    help_fields: Annotated[
+        bool, typer.Option("--help-fields", help="Print every field and its meaning, or those of a KEY.")
+    ] = False,
 ) -> None:
     """Print a recipe with all values filled in.
 
     These are its own, defaults and overrides. With --check, what is computed of a run in place of them: its time, its
     disk, the memory of a step on each GPU, and what to change if it does not fit; the last line is the verdict.
-    With --help-fields: print every field and its meaning.
+    With --help-fields: print every field and its meaning; with a KEY (train, train.num_steps) those of this section
+    or this key.
     """
     if help_fields:
-        print_fields()
+        key = overrides[0] if overrides else str(recipe or "")
+        print_fields("" if is_recipe(Path(key)) and key not in fields_of(Recipe) else key)
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
@@ -277,19 +285,25 @@ def show_config(
     print(*(f"# {line}" if as_yaml else line for line in lines), sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 
-def print_fields() -> None:
-    """Print every field of a recipe, with the options of each task and drafter."""
-    from srtrl.recipe.fields import describe_fields
+def print_fields(key: str) -> None:
+    """Print every field of a recipe, with the options of each task, environment and drafter; with `key` those in it.
+
+    Raises:
+        ValueError: there is no such key.
+    """
     from srtrl.resolve import list_modules, resolve_class
 
-    print(describe_fields(Recipe))
-    for name in list_modules("srtrl.tasks", "Task"):
-        print(f"\ntask.options of task.name {name}:")
-        print(describe_fields(resolve_class("srtrl.tasks", name, "Task").Options, "task.options."))
-    for name in list_modules("srtrl.drafters", "Drafter"):
-        options = describe_fields(resolve_class("srtrl.drafters", name, "Drafter").Options, "rollout.drafter_options.")
-        if options:
-            print(f"\nrollout.drafter_options of rollout.drafter {name}:\n{options}")
+    parts, fields = [describe_fields(Recipe, within=key)], fields_of(Recipe)
+    for kind, option in OPTIONS.items():
+        package = f"srtrl.{kind.lower()}s"
+        for name in list_modules(package, kind):
+            options = resolve_class(package, name, kind).Options
+            fields |= fields_of(options, f"{option}.")
+            if text := describe_fields(options, f"{option}.", within=key):
+                parts.append(f"{option} of {kind.lower()} {name}:\n{text}")
+    if not any(parts):
+        raise ValueError(f"--help-fields: {key}: {unknown_key(key, fields)}")
+    print(*filter(None, parts), sep="\n\n")
 
 
 if __name__ == "__main__":

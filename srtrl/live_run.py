@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from srtrl import ranks
 from srtrl.generation import Generated, check_prompts, generated_of, prompts_options
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import EvalSection, RewardSection, TaskSection
@@ -78,40 +77,19 @@ class LiveRun:
 
 
 def with_live_run(on_step: Callable[..., Any]) -> OnStep:
-    """A function of (step, metrics, run) or (step, metrics) as a `Trainer` calls it.
-
-    One of two arguments is called on the main rank alone, and nothing that it returns is used.
+    """A function of (step, metrics, run) as a `Trainer` calls it.
 
     Raises:
-        ValueError: it takes neither.
+        ValueError: it takes other arguments.
     """
     try:
-        takes_run = _takes(on_step, 3)
+        inspect.signature(on_step).bind(*range(3))
     except (TypeError, ValueError) as error:  # no function, or one without a signature
-        raise ValueError(f"on_step: expected a function of (step, metrics, run), found {on_step!r:.80}") from error
-    if not takes_run and not _takes(on_step, 2):
-        raise ValueError(
-            "on_step: expected a function of (step, metrics, run) or (step, metrics), found one of "
-            f"{inspect.signature(on_step)}"
-        )
+        raise ValueError(f"on_step: expected a function of (step, metrics, run): {error}") from error
 
     def called(step: int, metrics: Mapping[str, float], trainer: Trainer) -> object:
-        if takes_run:
-            context, policy = trainer.context, trainer.parts.policy.model
-            run = LiveRun(path=trainer.run.path, policy=policy, tokenizer=context.tokenizer, context=context)
-            return on_step(step, metrics, run)
-        if ranks.is_main():
-            on_step(step, metrics)
-        return None
+        context, policy = trainer.context, trainer.parts.policy.model
+        run = LiveRun(path=trainer.run.path, policy=policy, tokenizer=context.tokenizer, context=context)
+        return on_step(step, metrics, run)
 
     return called
-
-
-def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """Whether a function can be called with `num_arguments` arguments."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*range(num_arguments))
-    except TypeError:
-        return False
-    return True

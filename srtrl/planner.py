@@ -126,11 +126,13 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int, num_gpus: i
     if gathered:
         kept |= {"weights": num_bytes(policy.parameters()), "masters": kept["masters"] + kept["weights"]}
         base = base * policy.dtype.itemsize // 4 if lora else base  # W0 is in the type of passes
-    has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
+    has_reference = recipe.has_reference if lora is None else lora.base == "device"
     parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
     if recipe.algorithm.teacher is not None:
         teacher = find_config(recipe.algorithm.teacher.path, "algorithm.teacher.path")[0]
         parts["teacher"] = num_bytes(make_policy(teacher, section).parameters(), num_parts)
+        if gathered:
+            gathered = max(gathered, _gathered_bytes(make_policy(teacher, recipe.model), learns=False))
     if recipe.critic is not None:
         critic, critic_gradients, _ = _learner_bytes(config, section, num_parts, is_critic=True)
         parts["critic"] = sum(critic.values())
@@ -351,12 +353,12 @@ def _learner_bytes(
     return kept, num_bytes(held, num_parts), base
 
 
-def _gathered_bytes(policy: Transformer) -> int:
-    """Peak of a pass of a sharded model: all outside the layers, two layers, and the float32 gradients of one."""
-    layers = list(policy.layers.parameters())
-    of_layer = num_bytes(layers) // len(policy.layers)
-    gradients = 4 * sum(weight.numel() for weight in layers) // len(policy.layers)
-    return num_bytes(policy.parameters()) - num_bytes(layers) + 2 * of_layer + gradients
+def _gathered_bytes(model: Transformer, *, learns: bool = True) -> int:
+    """Peak of a pass of a sharded model: all outside the layers, two layers, and float32 gradients of one if any."""
+    layers = list(model.layers.parameters())
+    of_layer = num_bytes(layers) // len(model.layers)
+    gradients = 4 * sum(weight.numel() for weight in layers) // len(model.layers) if learns else 0
+    return num_bytes(model.parameters()) - num_bytes(layers) + 2 * of_layer + gradients
 
 
 def _draft_head_bytes(config: ModelConfig, recipe: Recipe) -> int:

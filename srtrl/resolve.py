@@ -178,6 +178,13 @@ def describe_error(error: BaseException) -> str:
     return cut(text, 300) + place
 
 
+def is_message(error: BaseException) -> bool:
+    """Whether an error is for the user: of the system, or raised by our code. With SRTRL_TRACEBACK=1 none is."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    is_known = isinstance(error, KeyboardInterrupt | OSError) or raised_in.is_relative_to(Path(__file__).parent)
+    return is_known and os.environ.get("SRTRL_TRACEBACK") != "1"
+
+
 @cache
 def warn_once(text: str) -> None:
     """Log a text; nothing if it was logged before."""

@@ -245,8 +245,6 @@ class Conversation:
     segments: tuple[tuple[SegmentKind, int], ...]
     """Kind and number of tokens of each part of the response, in order."""
     num_turns: int
-    num_void_turns: int
-    """Turns with neither a call nor an answer."""
     stop_reason: str
     """Why it ended: `answered`, `turns`, `response_tokens`, `observation` (one that does not fit), `time`, or the
     environment's own."""

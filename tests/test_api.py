@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from srtrl.algorithms.losses import ppo_clip
 from srtrl.api import in_python
 from srtrl.metrics import read_metrics
 from srtrl.recipe.file import read_source
-from srtrl.run.step_metrics import time_metrics
 from srtrl.tasks.reward_input import RewardInput
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -69,7 +67,7 @@ def test_a_dictionary_with_functions_and_rows_trains_and_resumes(recipe: dict[st
 
     before = json.dumps(recipe, default=str)
     given: dict[str, Any] = {"rewards": [digits, {"name": wanted, "weight": 0.5}]}
-    given["on_step"] = lambda step, row: steps.append({"step": step} | row)
+    given["on_step"] = lambda step, row, run: steps.append({"step": step} | row)
     folder = srtrl.train(recipe, rows=ROWS, **given).folder
     assert json.dumps(recipe, default=str) == before
     assert {*seen} == {0, 1, 2}
@@ -231,32 +229,6 @@ def test_what_a_reward_changes_for_the_process_is_put_right(
     assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()) == (True, torch.float32, 1)
 
 
-def test_slow_rewards_are_named_once(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Their time counts as grading; that it is most of a step is pretended."""
-
-    def mostly_grading(*arguments: Any) -> dict[str, float]:
-        metrics = time_metrics(*arguments)
-        assert metrics["time/grading"] >= 5 * 0.05, "of six: the first may begin while the last sample is decoded"
-        return metrics | {"time/grading": 2.0, "time/step": 3.0}
-
-    def slow(sample: RewardInput) -> float:
-        time.sleep(0.05)
-        return 1.0
-
-    async def judge(sample: RewardInput) -> float:
-        return slow(sample)
-
-    monkeypatch.setattr("srtrl.trainer.trainer.time_metrics", mostly_grading)
-    srtrl.train(recipe, rewards=[slow], rows=ROWS)
-    message = "rewards took 2.0 of 3.0 s: from_python.run:slow, one sample at a time. Faster: `async def`"
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("rewards took") == said.count(message) == 1
-    srtrl.train(recipe, {"name": "other"}, rewards=[judge], rows=ROWS)
-    assert "rewards took" not in capsys.readouterr().out
-
-
 def answered(completions: list[str], prompts: list[str], wanted: list[int], **columns: list[Any]) -> list[Any]:
     """In the form of TRL: lists, and None where it does not apply."""
     assert not columns
@@ -312,6 +284,7 @@ def test_a_wrong_key_is_its_text_alone(recipe: dict[str, Any]) -> None:
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
+NAMELESS: Any = next(iter([lambda sample: 1.0]))
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"recipe": 5}, "expected a recipe: a YAML file, a dictionary or a Recipe, found int"),
     ({"overrides": {"train": None}}, "override `train`: train: should be a section (key: value), found null"),
@@ -328,7 +301,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "argument `rows` and override `task.options.train`: task",
     ),
     ({"overrides": {"task.options.eval": 1}, "eval_rows": ROWS}, 'also give the override {"task.options.eval": None}'),
-    ({"rewards": [lambda sample: 1.0]}, "has no name: write it with `def`"),
+    ({"rewards": [NAMELESS]}, f"(test_api.py:{NAMELESS.__code__.co_firstlineno}) has no name: write it with `def`"),
     ({"rewards": [reward_above(0), reward_above(1)]}, "two functions of the recipe are named `reward`: rename one"),
     ({"overrides": {"eval.every_steps": 1}}, "prompts has no held-out problems: give `eval_rows=`, or train without"),
     ({"rewards": []}, "argument `rewards`: rewards: should have at least 1 item"),
@@ -343,6 +316,8 @@ def test_a_mistake_in_the_arguments_is_a_message(
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         srtrl.load_recipe(**{"recipe": recipe, "rows": ROWS, "rewards": [digits]} | arguments)
     assert "\n" not in str(caught.value)
+    places = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert places == ["test_api.py", "api.py"]
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def _nothing_changes(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     def listing() -> dict[str, int]:
         return {str(path): path.lstat().st_mtime_ns for path in place.rglob("*")}
 
-    monkeypatch.setattr("srtrl.build.load_task", Mock(side_effect=AssertionError("training begins")))
+    monkeypatch.setattr("srtrl.build.load_models", Mock(side_effect=AssertionError("training begins")))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing()
     yield

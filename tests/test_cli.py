@@ -136,6 +136,8 @@ def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeyp
         result = run("warm-start", recipe_file, "model.path=./made", f"warm_start={{output: made{more}}}")
         assert (result.exit_code, message in result.stderr) == (2 if message else 0, True), result.output
     assert run_warm_start.call_args.args[0].warm_start is not None
+    teacher = ["algorithm.teacher.path=acme/nine", "warm_start={output: made}"]
+    assert run("warm-start", recipe_file, *teacher).exit_code == 0, "it downloads no teacher"
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 class Steps:
     """Steps, each a letter; the device remembers in which order it has computed them."""
 
-    def __init__(self, device: FakeCuda, max_graphs: int = 4, *, has_graphs: bool = True) -> None:
+    def __init__(self, device: FakeCuda, *, has_graphs: bool = True) -> None:
         self.device = device
-        self.graphs = StepGraphs(CUDA if has_graphs else None, max_graphs=max_graphs)
+        self.graphs = StepGraphs(CUDA if has_graphs else None)
         self.digits = torch.zeros((), dtype=torch.float64, device="cuda")
         self.num_left = 100
         """Computations until one fails."""
@@ -41,17 +41,15 @@ class Steps:
 
 
 @pytest.mark.parametrize(
-    ("max_graphs", "changes", "asked", "prepared", "num_captures", "num_replays"),
+    ("changes", "asked", "prepared", "num_captures", "num_replays"),
     [
-        (4, {}, "ababab", "....++", 2, 3),  # captured when a shape comes again
-        (2, {}, "abcabacab", ".....+.+.", 4, 5),  # the least recently used goes first
-        (4, {"can_capture": False}, "aaa", ".++", 0, 0),  # not worth a graph
-        (4, {"has_graphs": False}, "aaa", ".++", 0, 0),
+        ({}, "ababab", "....++", 2, 3),  # captured when a shape comes again
+        ({"can_capture": False}, "aaa", ".++", 0, 0),  # not worth a graph
+        ({"has_graphs": False}, "aaa", ".++", 0, 0),
     ],
 )
 def test_steps_are_computed_captured_and_replayed(
     device: FakeCuda,
-    max_graphs: int,
     changes: dict[str, bool],
     asked: str,
     prepared: str,
@@ -59,15 +57,15 @@ def test_steps_are_computed_captured_and_replayed(
     num_replays: int,
 ) -> None:
     """Each once: a step that moves KV must not run twice."""
-    steps = Steps(device, max_graphs, has_graphs=changes.get("has_graphs", True))
+    steps = Steps(device, has_graphs=changes.get("has_graphs", True))
     assert steps.run(asked, can_capture=changes.get("can_capture", True)) == prepared
     assert steps.done == asked
     assert (device.num_captures, device.num_replays) == (num_captures, num_replays)
-    assert len(steps.graphs) == min(2, num_captures)
+    assert len(steps.graphs) == num_captures
 
 
 def test_a_pool_whose_last_graph_is_gone_is_not_used_again(device: FakeCuda) -> None:
-    steps = Steps(device, max_graphs=2)
+    steps = Steps(device)
     steps.run("aabbcc")
     steps.graphs.drop()
     steps.run("c")

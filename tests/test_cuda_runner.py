@@ -168,16 +168,13 @@ def test_what_is_prepared_after_a_step_spoils_its_time_and_that_of_the_next_step
     assert again == (True, True, True)
 
 
-def test_few_views_of_steps_are_kept_and_no_graph_of_large_ones(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The most recently used views are kept; steps too large for graphs are never captured."""
-    monkeypatch.setattr(cuda_runner_module, "MAX_STEPS", 2)
+def test_views_of_steps_are_kept_and_no_graph_of_large_ones(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps too large for graphs are never captured."""
     monkeypatch.setattr(shapes, "MAX_GRAPH_ROWS", 8)
     runner = runner_of(samples)
     for num_rows in (1, 8, 1, 16):
         assert runner.time_step(num_rows, 9, 1) > 0
-    assert [shape.step.num_rows for shape in runner._steps] == [1, 16]
+    assert [shape.step.num_rows for shape in runner._steps] == [1, 8, 16]
     assert {key.step.num_rows for key in runner._graphs._graphs if isinstance(key, LaunchShape)} == {1, 8}
     samples.prefill()
     samples.check_step()

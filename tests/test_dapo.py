@@ -54,7 +54,7 @@ def test_a_batch_is_the_shortest_prefix_that_fills_it_and_all_of_it_feeds_drafts
     dropped = [sample for sample in table if sample["advantage"] is None]
     assert dropped
     for sample in dropped:  # they feed the drafter
-        kept = drafter.cache("train").rollouts(tuple(sample["prompt_token_ids"]))
+        kept = drafter.caches["train"].rollouts(tuple(sample["prompt_token_ids"]))
         assert sample["token_ids"] in [one.tokens.tolist() for one in kept]
 
 

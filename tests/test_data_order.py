@@ -5,17 +5,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from rollout_cases import make_group
 from tiny_run import PPO, assert_same_run, make_recipe, train
 
-from srtrl.build import build_order, with_num_steps
+from srtrl.build import build_order, load_data, with_num_steps
 from srtrl.features.data_order import PromptStatistics, StatisticsOrder, skip_silent
 from srtrl.metrics import read_metrics
 from srtrl.report.runs import read_run
-from srtrl.tasks.base import TaskBase
+from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.order import DataOrder
 
 STEPS = (4, 7, 1, 12, 3, 20, 9)
@@ -161,14 +162,19 @@ def test_passes_are_counted_into_steps(
     changes = {"train__num_steps": None, "rollout__num_prompts": num_prompts, "train__num_passes": num_passes}
     changes |= {"train__mini_batch_prompts": None}
     recipe = make_recipe(policy, tmp_path, **changes)
-    train = with_num_steps(recipe).train
+    train = with_num_steps(recipe, load_data(recipe)[2]).train
     assert (train.num_steps, train.num_passes) == (num_steps, None)
 
 
-def test_a_run_of_passes_is_one_of_as_many_steps(policy: Path, finished: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_of_passes_is_one_of_as_many_steps(
+    policy: Path, finished: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Mock(wraps=load_task)
+    monkeypatch.setattr("srtrl.build.load_task", load)
     changes = {"name": "passes", "train__num_steps": None, "train__num_passes": 1.5}
     recipe = make_recipe(policy, tmp_path, **changes)
     folder = train(recipe).folder
+    load.assert_called_once()
     assert_same_run(folder, finished())
     assert read_run(folder).recipe.train.num_steps == 4
     assert train(recipe, resume=True, from_step=2).num_steps == 4

@@ -239,6 +239,12 @@ def test_options_in_the_prose_of_all_pages_exist() -> None:
 def test_recipe_page_has_every_section_and_every_option_has_its_documentation() -> None:
     shown = run("show-config", "--help-fields").stdout.splitlines()
     assert "    " not in shown, "a field without documentation"
+    for key, of in (("train.num_steps", "train"), ("rollout.environment.options.cpu_seconds", "environment python")):
+        part = run("show-config", "--help-fields", key).stdout.splitlines()
+        assert part[-2:] == shown[shown.index(part[-2]) :][:2]
+        assert part[-2].startswith(f"{key}: integer")
+        assert len(part) == 2 or of in part[0]
+    assert run("show-config", "quickstart", "--help-fields", "critic").stdout.startswith("critic: PPO's value model")
     page = (DOCS / "recipe.md").read_text(encoding="utf-8")
     sections = {key.partition(".")[0] for key in fields_of(Recipe) if "." in key}
     assert {name for name in sections if f"`{name}`" not in page} == set()

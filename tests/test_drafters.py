@@ -1,6 +1,7 @@
 """Requirements of every drafter, then each of them on texts made by hand."""
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bench_cases import recorded
-from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
+from drafter_cases import OTHER, TEXT, chain_of, completion, decode, make_drafter, observe, propose, request, run, start
 from engine_cases import make_response
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,18 +21,13 @@ from plain_kernels import uniform_noise
 from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, key_of
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
-from srtrl.drafters.history import Drafter as HistoryDrafter
-from srtrl.drafters.ngram import Drafter as NgramDrafter
-from srtrl.drafters.ngram import NgramOptions
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
-from srtrl.drafters.suffix import Drafter as SuffixDrafter
-from srtrl.drafters.suffix import SuffixOptions
-from srtrl.recipe.file import validate_section
 from srtrl.types import TopTokens, num_equal
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+sys.path.append(str(DOCS / "examples"))
 BY_CHANCE = 1
 """Tokens of such a text that may be guessed from the text itself."""
 
@@ -39,9 +35,8 @@ BY_CHANCE = 1
 
 DRAFTERS: dict[str, Callable[[], DrafterBase]] = {
     "none": NoDrafter,
-    "ngram": lambda: NgramDrafter(NgramOptions(min_ngram=1)),
-    "suffix": lambda: SuffixDrafter(SuffixOptions(min_score=0.01)),
-    "history": lambda: HistoryDrafter(SrtOptions(max_rollouts=2)),
+    "suffix": lambda: make_drafter("suffix:Drafter", {}),
+    "few rollouts": lambda: SrtDrafter(SrtOptions(max_rollouts=2)),
     "srt": SrtDrafter,
 }
 Samples = st.lists(
@@ -112,12 +107,11 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
         observe(drafter, {0: TEXT[:12]})
         drafts.append(chain_of(propose(drafter, [0])[0]))
     assert drafts[0] == drafts[1]
-    assert drafts[0][:3] == (TEXT[12:15] if name in ("srt", "history", "suffix") else [])
+    assert drafts[0][:3] == (TEXT[12:15] if name in ("srt", "few rollouts", "suffix") else [])
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_what_is_saved_is_loaded(make: type[SrtDrafter], tmp_path: Path) -> None:
-    drafter, read = make(), make()
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    drafter, read = SrtDrafter(), SrtDrafter()
     run(drafter, request(), TEXT)
     run(drafter, request((7,), purpose="eval"), OTHER)
     drafter.end_step()
@@ -161,36 +155,7 @@ def test_incorrect_trees_are_refused() -> None:
             check_trees(replace(trees, **changed), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
 
 
-# --- ngram ------------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.integers(0, 39))
-def test_ngram_is_the_search_by_hand(text: list[int], min_ngram: int, more: int, num_prompt_tokens: int) -> None:
-    """It drafts what followed the latest earlier occurrence of the longest ending."""
-    drafter = NgramDrafter(NgramOptions(min_ngram=min_ngram, max_ngram=min_ngram + more, max_tokens=5))
-    start(drafter, {1: request(text[:num_prompt_tokens])})
-    observe(drafter, {1: text[num_prompt_tokens:]})
-    expected = [
-        text[end : end + 5]
-        for n in range(min(min_ngram + more, len(text)), min_ngram - 1, -1)
-        for end in range(len(text) - 1, n - 1, -1)
-        if text[end - n : end] == text[-n:]
-    ]
-    (tree,) = propose(drafter, [1])
-    assert tree.token_ids.tolist() == (expected[0] if expected else [])
-    assert tree.parents.tolist() == list(range(-1, tree.num_nodes - 1))
-
-
-def test_ngram_scores_fall_with_depth_and_options_must_agree() -> None:
-    drafter = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, max_tokens=4, acceptance=0.5))
-    start(drafter, {7: request((5, 6, 7, 8, 9, 1, 7, 2, 7, 8))})
-    (tree,) = propose(drafter, [7])
-    np.testing.assert_allclose(tree.scores, [0.4, 0.16, 0.064, 0.0256], rtol=1e-6)  # 0.5 / (1 + 1 / 4) a token
-    with pytest.raises(ValueError, match="min_ngram is 5, expected at most max_ngram"):
-        validate_section(NgramOptions, {"min_ngram": 5}, "rollout.drafter_options")
-
-
-# --- srt and history --------------------------------------------------------------------------------------------------
+# --- srt --------------------------------------------------------------------------------------------------------------
 
 
 def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> None:
@@ -266,7 +231,7 @@ def test_nothing_that_was_put_off_is_lost(tmp_path: Path) -> None:
     saved.save(tmp_path)
     loaded.load(tmp_path)
     for drafter in (at_end, counted, saved, loaded):
-        assert drafter.cache("train").num_tokens == len(TEXT)
+        assert drafter.caches["train"].num_tokens == len(TEXT)
 
 
 def test_a_foreseen_tree_is_the_one_that_would_be_drafted() -> None:
@@ -337,17 +302,16 @@ def test_the_fork_of_the_docs_has_these_scores(monkeypatch: pytest.MonkeyPatch) 
         assert [scores[token] for token in tokens] == pytest.approx(drawn, abs=0.0006)
 
 
-def test_srt_drafts_from_running_siblings_and_history_from_earlier_steps_only() -> None:
-    for drafter, is_online in ((SrtDrafter(), True), (HistoryDrafter(), False)):
-        start(drafter, {0: request(), 1: request(rng_key=1)})
-        decode(drafter, 0, TEXT[:30])
-        assert (decode(drafter, 1, TEXT[:20]) > 10) == is_online
-        drafter.finish([0, 1], [completion(request(), TEXT), None])
-        assert (run(drafter, request(), TEXT) > 40) == is_online
-        assert (drafter.expected_tokens(request()) == len(TEXT)) == is_online
-        drafter.end_step()
-        assert run(drafter, request(), TEXT) > 40
-        assert drafter.expected_tokens(request()) == len(TEXT)
+def test_srt_drafts_from_running_siblings() -> None:
+    drafter = SrtDrafter()
+    start(drafter, {0: request(), 1: request(rng_key=1)})
+    decode(drafter, 0, TEXT[:30])
+    assert decode(drafter, 1, TEXT[:20]) > 10
+    drafter.finish([0, 1], [completion(request(), TEXT), None])
+    assert run(drafter, request(), TEXT) > 40
+    assert drafter.expected_tokens(request()) == len(TEXT)
+    drafter.end_step()
+    assert run(drafter, request(), TEXT) > 40
 
 
 def test_nodes_that_the_step_has_no_rows_for_are_not_made() -> None:
@@ -362,10 +326,11 @@ def test_nodes_that_the_step_has_no_rows_for_are_not_made() -> None:
     np.testing.assert_allclose(part.scores, whole.scores[:3], atol=0.25 * 0.2)
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed(make: type[SrtDrafter]) -> None:
+def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() -> None:
     """Tokens of live samples stay, and drafts find them as before."""
-    drafter, roomy = (make(SrtOptions(cache_memory_gib=bound / 2**30, other_prompts=False)) for bound in (5000, 2**30))
+    drafter, roomy = (
+        SrtDrafter(SrtOptions(cache_memory_gib=bound / 2**30, other_prompts=False)) for bound in (5000, 2**30)
+    )
     for one in (drafter, roomy):
         one.learn([completion(request((1,)), TEXT)])
         one.end_step()
@@ -382,7 +347,7 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed(make
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
         assert tree.scores.tolist() == expected.scores.tolist()
     metrics = drafter.take_metrics()
-    assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
+    assert metrics["engine/cache_bytes"] > drafter.caches["train"].num_bytes, "tries count"
 
 
 def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
@@ -396,13 +361,12 @@ def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
     observe(drafter, {2: TEXT[:20]})
     observe(drafter, {2: TEXT[20:]}, TopTokens(token_ids=top.token_ids[20:], logprobs=top.logprobs[20:]))
     drafter.finish([2, 1], [completion(request(), TEXT), None])
-    [rollout] = drafter.cache("train").rollouts((1, 2))
+    [rollout] = drafter.caches["train"].rollouts((1, 2))
     assert rollout.distributions[:, 0].tolist() == TEXT
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_a_trie_is_built_from_the_newest_texts(make: type[SrtDrafter]) -> None:
-    drafter = make(SrtOptions(max_rollouts=3, other_prompts=False))
+def test_a_trie_is_built_from_the_newest_texts() -> None:
+    drafter = SrtDrafter(SrtOptions(max_rollouts=3, other_prompts=False))
     drafter.knows_noise = False
     texts = np.random.default_rng(3).integers(0, 50, (7, 100)).tolist()
     for text in texts:
@@ -468,7 +432,7 @@ def test_a_sample_replaces_its_early_text_and_counts_what_it_repeats() -> None:
 )
 def test_suffix_is_the_published_rule(responses: list[list[int]], text: list[int], max_nodes: int) -> None:
     """The sum of scores is the largest of the trees after each suffix, in all responses or in the sample's text."""
-    drafter = SuffixDrafter()
+    drafter = make_drafter("suffix:Drafter", {})
     for number, response in enumerate(responses):
         run(drafter, request((number,)), response)
         drafter.end_step()
@@ -492,10 +456,9 @@ def test_suffix_is_the_published_rule(responses: list[list[int]], text: list[int
             score, path = nodes.pop(0)
             scores.append(score)
             children = [(score * share(texts, path, token), [*path, token]) for token in range(4)]
-            nodes += [child for child in children if child[0] >= drafter.options.min_score]
+            nodes += [child for child in children if child[0] >= 0.1]
         return sum(scores[1:])
 
-    marked = [[-1, *response] for response in responses]
-    sums = [best_sum(marked, [-1, *text[1:]][-size:]) for size in range(1, len(text) + 1)]
-    sums += [best_sum([[-1, *text]], [-1, *text][-size:]) for size in range(1, len(text) + 2)]
+    sums = [best_sum(responses, text[1:][-size:]) for size in range(1, len(text))]
+    sums += [best_sum([text], text[-size:]) for size in range(1, len(text) + 1)]
     assert float(tree.scores.sum()) == pytest.approx(max(sums), abs=1e-5)

@@ -21,7 +21,6 @@ from test_draft_head import head_engine, make_head
 from test_turns import converse, turn_requests
 
 from srtrl.build import add_head, build_runner
-from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.shapes import LaunchShape
 from srtrl.drafters.base import DrafterBase
@@ -247,13 +246,11 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
     """In float32; libraries may choose other matrix products in a graph, which hardly ever changes a token."""
     requests = cuda_requests(num_samples=8, max_new_tokens=14)
     expected = decode(engines(cuda_graphs=False)[0], requests)
-    for max_graphs in (1, 2, 512):
-        engine, _ = engines(lambda: FakeDrafter(expected, accuracy=0.7), draft_budget=16)
-        graphs = runner_of(engine)._graphs = StepGraphs(runner_of(engine).model.device, max_graphs=max_graphs)
-        found = decode(engine, requests)
-        texts = [{key: one.response.token_ids.tolist() for key, one in some.items()} for some in (found, expected)]
-        assert sum(texts[0][key] == texts[1][key] for key in expected) >= len(expected) - 1
-        assert len(graphs) == max_graphs or 2 < len(graphs) < max_graphs
+    engine, _ = engines(lambda: FakeDrafter(expected, accuracy=0.7), draft_budget=16)
+    found = decode(engine, requests)
+    texts = [{key: one.response.token_ids.tolist() for key, one in some.items()} for some in (found, expected)]
+    assert sum(texts[0][key] == texts[1][key] for key in expected) >= len(expected) - 1
+    assert len(runner_of(engine)._graphs) > 2
 
 
 @pytest.mark.gpu

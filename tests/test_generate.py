@@ -63,7 +63,7 @@ def test_greedy_samples_are_equal_and_text_is_truncated_before_a_stop_string(pol
     _, (first, second) = run(policy, *flags, "--samples", 2)
     assert first["token_ids"] == second["token_ids"]
     stop = first["text"][4:6]
-    drafter = "rollout.drafter=suffix"
+    drafter = "rollout.drafter=none"
     result, (stopped,) = run(policy, *flags, f"rollout.stop_strings=[{json.dumps(stop)}]", drafter)
     assert "imports" not in result.stderr, "of a model, names are the user's own"
     shown = CliRunner().invoke(app, ["generate", str(policy), *map(str, flags), "--samples", "2"]).stdout

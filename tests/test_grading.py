@@ -322,7 +322,6 @@ def test_coroutine_rewards_are_awaited_together(capfd: pytest.CaptureFixture[str
         assert any(map(grader.is_done, tickets[2:]))
         ok, raised, *others = grader.collect(tickets)
         assert (own.running, own.most) == (0, 64)
-        assert grader.serial_rewards == []
         grader.submit(prompt_of("ok"), "counted(asyncio.sleep(1000))", "stop", 1)
         wait_until(lambda: own.running == 1)
     assert (ok.outcome, ok.parts) == ("correct", {"judge": 2.0, "seventh": 3.0, "correct": 1.0})

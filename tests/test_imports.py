@@ -36,8 +36,7 @@ IMPORTED_BY = {
     "show-config quickstart": set(),
     "compare RUN": set(),
     "rollouts RUN": {"pyarrow"},
-    # They decode a rollout again: a tokenizer, and the drafter's kernels.
-    "trie RUN": {"pyarrow", "transformers", "numba", "scipy"},
+    # It decodes a rollout again: a tokenizer, and the drafter's kernels.
     "report RUN": {"pyarrow", "transformers", "numba", "scipy", "matplotlib"},
     # Losses are tried, prompts are tokenised, and the classes of drafters hold kernels; Numba imports SciPy.
     "show-config quickstart --check": {"torch", "transformers", "numba", "scipy"},

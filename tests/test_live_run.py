@@ -117,9 +117,9 @@ def test_completions_go_through_the_templates_of_the_task(policy: Path, tmp_path
 
 
 BAD: list[tuple[Any, str]] = [
-    (5, "on_step: expected a function of (step, metrics, run), found 5"),
-    (lambda step: None, "on_step: expected a function of (step, metrics, run) or (step, metrics), found one of (step)"),
-    (lambda a, b, c, d: None, "on_step: expected a function of (step, metrics, run) or (step, metrics), found one of"),
+    (5, "on_step: expected a function of (step, metrics, run): 5 is not a callable object"),
+    (lambda step, metrics: None, "on_step: expected a function of (step, metrics, run): too many positional arguments"),
+    (lambda a, b, c, d: None, "on_step: expected a function of (step, metrics, run): missing a required argument: 'd'"),
     (lambda *_: 0.5, "on_step after step 1: expected a dictionary of numbers or None, found 0.5"),
     (lambda *_: {"mine": float("nan")}, "metric user/mine must be a finite number, found nan"),
     (lambda *_: {"mine": "good"}, "metric user/mine must be a finite number, found 'good'"),

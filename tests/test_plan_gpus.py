@@ -27,7 +27,7 @@ from srtrl.planner import find_config, plan_memory
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import LoraSection, ModelSection
-from srtrl.run.estimate import GPUS, StepTime
+from srtrl.run.estimate import GPUS, StepTime, count_weights
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import UpdateContext, fill
 
@@ -147,6 +147,20 @@ def test_data_parallel_plans_are_those_of_one_gpu_and_sharded_ones_shrink() -> N
         assert plan.parts["weights"] == plan_memory(recipe, config, 80 * GIB).parts["weights"]
 
 
+def test_a_large_teacher_gathers_its_own_layers() -> None:
+    """Two layers and all outside them in bfloat16, without gradients; one of the policy's size changes nothing."""
+    small, large = (["train.sharding=fsdp2", f"algorithm.teacher.path=Qwen/Qwen2.5-{size}"] for size in ("1.5B", "14B"))
+    beside, plain, own = (
+        plan_memory(load_recipe(Path("grpo_math"), given), find_config("Qwen/Qwen2.5-1.5B")[0], 80 * GIB, 8).parts
+        for given in (large, small[:1], small)
+    )
+    assert own["activations"] == plain["activations"]
+    policy = meta_update.make_policy(find_config("Qwen/Qwen2.5-1.5B")[0], load_recipe(Path("grpo_math")).model)
+    shape = replace(find_config("Qwen/Qwen2.5-14B")[0], num_hidden_layers=2)
+    two_layers = count_weights(meta_update.make_policy(shape, ModelSection(path="x")))
+    assert beside["activations"] - plain["activations"] == 2 * two_layers - planner._gathered_bytes(policy)
+
+
 # --- What is printed --------------------------------------------------------------------------------------------------
 
 
@@ -169,14 +183,15 @@ def test_the_check_plans_for_several_gpus() -> None:
 
 def test_the_curve_of_a_decode_step_is_within_a_sixth_of_what_was_measured() -> None:
     """The tables of one H200 in docs/benchmarks.md; their rows with drafts have fewer sequences than slots."""
-    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d.]+) \| [\d.]+ \| .*\|$", BENCHMARKS, re.MULTILINE)
+    on_gpu = BENCHMARKS[BENCHMARKS.index("## On a GPU") : BENCHMARKS.index("## Drafters on a trace")]
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d.]+) \| [\d.]+ \| .*\|$", on_gpu, re.MULTILINE)
     assert len(rows) == 9
     times = times_of("rollout.max_prompt_tokens=212", "rollout.max_new_tokens=600")
     for sequences, num_rows, measured in rows:
         if sequences == num_rows:
             on_device = 1000 * times.token_seconds(int(sequences), drafts=False) - 0.25 - 0.0028 * int(sequences)
             assert on_device == pytest.approx(float(measured), rel=1 / 6)
-    rows = re.findall(r"^\| (\d+)[^|]*\| (none|`srt`) \| ([\d,]+) \| ([\d.]+) \| \d+% \|", BENCHMARKS, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+)[^|]*\| (none|`srt`) \| ([\d,]+) \| ([\d.]+) \| \d+% \|", on_gpu, re.MULTILINE)
     given = dict(zip(("8", "64", "256", "512"), (9.2, 5.4, 4.8, 1.4), strict=True))
     assert "Tokens per step with `srt`: 9.2, 5.4, 4.8 and 1.4; verified 16, 7.2, 5.8 and 1.6." in BENCHMARKS
     assert len(rows) == 8

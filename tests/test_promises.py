@@ -151,8 +151,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "three slots": {"rollout__slots": 3},
     "few pages": {"rollout__slots": 16, "rollout__kv_memory_gib": 7 * PAGE_GIB},
-    "history alone": {
-        "rollout__drafter": "history",
+    "no run-ahead": {
         "rollout__draft_budget": 8,
         "rollout__run_ahead_max_slowdown": None,
         "rollout__slots": 5,
@@ -201,7 +200,7 @@ SHORT_OF: dict[str, dict[str, Any]] = {
 
 DEFAULT = {
     ("grpo", "every run-ahead"),
-    ("grpo", "history alone"),
+    ("grpo", "no run-ahead"),
     ("grpo", "killed in the checkpoint"),
     ("ppo", "no drafts"),
     ("ppo", "killed in the update"),
@@ -283,11 +282,11 @@ def test_settings_that_change_nothing(
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     if disturbance == "every run-ahead":
         assert sum(row["engine/text_tokens_repeated"] for row in rows) > 0
-    if disturbance in ("every run-ahead", "history alone"):
+    if disturbance in ("every run-ahead", "no run-ahead"):
         assert rows[-1]["engine/verified_per_decode_step"] > 1.05
     if disturbance == "few pages":
         assert sum(row["engine/preemptions"] for row in rows) > 0
-    if disturbance in ("history alone", "no drafts"):
+    if disturbance in ("no run-ahead", "no drafts"):
         assert {row["engine/run_ahead_rows"] for row in rows} == {0}
     if disturbance == "no drafts":
         assert {row["engine/tokens_per_decode_step"] for row in rows} == {1}

@@ -1,6 +1,5 @@
 """The Python sandbox: what it gives back, and that nothing gets out of it, stops it, or stays."""
 
-import json
 import os
 import shutil
 import signal
@@ -17,9 +16,7 @@ from typing import Any
 import pytest
 from sandbox_attacks import ATTACKS, HARMLESS_IN_BUBBLEWRAP, PROGRAMS, REPRESENTATIVES
 from task_cases import processes_of, wait_until
-from typer.testing import CliRunner
 
-from srtrl.cli import app
 from srtrl.environments import python_sandbox
 from srtrl.environments.python_sandbox import (
     WORKER_FILE,
@@ -251,12 +248,3 @@ def test_choice_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             with pytest.raises(ValueError, match=outcome):
                 choose_kind(wanted)
-
-
-def test_the_command() -> None:
-    result = CliRunner().invoke(app, ["tool", "python", "-", "--json"], input="6 * 7")
-    printed = json.loads(result.stdout)
-    assert set(printed) == {"status", "stdout", "stderr", "exit_code", "seconds", "is_truncated"}
-    assert (printed["status"], printed["exit_code"], result.exit_code) == ("ok", 0, 0)
-    result = CliRunner().invoke(app, ["tool", "python", "-"], input="print(42)\n1 / 0")
-    assert (result.stdout, result.exit_code) == ("42\n", 1)

@@ -144,7 +144,7 @@ def rollouts(case: Case) -> Found:
             engine.end_step(has_new_weights=True)
     found.num_decoded = engine.num_decoded
     if isinstance(engine.drafter, SrtDrafter):
-        known = engine.drafter.cache("train")
+        known = engine.drafter.caches["train"]
         found.history = {key: sorted(one.tokens.tolist() for one in known.rollouts(key)) for key in known.prompts()}
     return found
 

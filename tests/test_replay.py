@@ -126,6 +126,7 @@ LOGS: dict[str, list[dict[str, Any]]] = {
     "messages": [{"messages": [USER, ASSISTANT]}],
     "verl": [{"input": "hi", "output": "a", "gts": "5", "score": 1.0, "step": 1}],
     "vLLM": [{"request_id": "7", "prompt": "hi", "outputs": [{"index": 0, "text": "a", "logprobs": None}]}],
+    "a list": [{"prompt": "hi", "completions": ["a"]}],
     "vLLM, ids": [{"prompt": None, "prompt_token_ids": HI, "outputs": [{"text": "", "token_ids": A}]}],
     "OpenAI": [{"messages": [USER], "choices": [{"index": 0, "message": ASSISTANT}]}],
     "OpenAI, with its request": [{"messages": [USER], "response": {"body": {"choices": [{"message": ASSISTANT}]}}}],
@@ -202,7 +203,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     rows: list[tuple[object, str]] = [
         ('{"prompt": ', "not JSON: "),
         ({"prompt_id": "a", "draw_index": 0}, "no prompt: expected prompt, messages, input or prompt_token_ids"),
-        ({"prompt": "x", "answer": "y"}, "no completion: expected text, completion, response, output, token_ids, or a"),
+        ({"prompt": "x", "answer": "y"}, "no completion: expected text, completion, response, output, completions"),
         ({"messages": [USER], "choices": [{"message": {"content": None}}]}, "no completion: "),
         ({"prompt": "x", "resps": [[["-1.5", "False"]]]}, "resps.0: expected a text or a list of texts, found [["),
         ({"prompt": "x", "output": 5}, "output: expected a text or a list of texts, found 5"),

@@ -147,11 +147,6 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path) -> None:
     cells = re.findall(r'<div class="cells( plain)?">(.*)</div>', page)
     counts = [row.count("<i ") for _, row in cells]
     assert (counts[0], sum(counts[1:]), len(cells) - 1) == (int(drafted[1]), int(drafted[1]), int(drafted[2]))
-    [(place, guesses)] = re.findall(r"<h4>A fork, after (\d+) tokens.*?<table>(.*?)</table>", page, re.DOTALL)
-    assert 5 <= int(place) < int(drafted[1]), "where some rollouts have ended"
-    assert re.findall(r"<td>(\w+)</td><td>[+-]\d\.\d\d</td><td>0\.\d{3}", guesses)[0] > "0"
-    assert guesses.count(", sampled") == 1
-    assert "<h2>The same prompt at steps 1, 16, 30</h2>" in page
     network = r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|<script[^>]"""
     assert not re.findall(network, page), "needs no network"
     assert page.count("<script>") == 2, "what a task or the policy wrote is escaped"
@@ -183,7 +178,7 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(
     machines = f" on {machine}; then NVIDIA &lt;H100&gt;, 2027-01-01</p>"
     for text in ("This run has done 3 of 50 steps", "whose reward is 0: 1 timeout.", machines):
         assert text in page
-    for text in ("held-out accuracy after", "<h2>Samples", "<h2>The same prompt", "<script>alert"):
+    for text in ("held-out accuracy after", "<h2>Samples", "<script>alert"):
         assert text not in page
 
 

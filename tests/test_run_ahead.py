@@ -122,7 +122,6 @@ def test_run_aheads_wait_breadth_first_end_after_a_turn_and_each_rank_begins_wit
     [
         ("draft_budget", 8, True),
         ("draft_budget", 0, False),
-        ("drafter", "ngram", False),
         ("drafter", "none", False),
         ("run_ahead_max_slowdown", None, False),
     ],

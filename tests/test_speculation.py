@@ -26,7 +26,7 @@ from srtrl.engine.engine import Engine
 from srtrl.model.attention import PackedPlan
 from srtrl.model.noise import make_rng_key
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
+from srtrl.types import Completion
 
 COST = StepCost(points=((8, 1.0), (16, 2.0)))
 
@@ -46,27 +46,7 @@ def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_after_a_rollout(
         assert drafter.ends == completions
         assert not drafter.live, "no sample is believed to be live"
         drafter.ends.clear()
-    num_steps = engine.take_metrics()["engine/decode_steps"]
-    assert (drafter.num_proposals < num_steps) == (draft_budget == "auto")
-
-
-def test_a_step_is_learned_from_under_the_samples_that_it_drafted_for() -> None:
-    """Samples that are added after it, of another class, do not get its figures."""
-
-    class Known(FakeDrafter):
-        def expected_tokens(self, request: Request) -> float | None:
-            return 9.0 if request.draw_index else None
-
-    engine = Engine(tiny_policy(), options(draft_budget="auto"), drafter=Known(), cost=COST)
-    asked = requests_for(num_samples=2)
-    with engine.rollout("train"):
-        for requests, classes in ((asked[:2], {0}), (asked[2:], {0, 3})):  # at last 8 of 10 samples have history
-            for request in requests:
-                engine.add(request)
-            assert {history for _, history, _ in engine.control._learned} <= {0}
-            engine.step()
-            engine.step()
-            assert {history for _, history, _ in engine.control._learned} == classes
+    assert drafter.num_proposals == engine.take_metrics()["engine/decode_steps"]
 
 
 @pytest.mark.parametrize("draft_budget", [0, 2])
@@ -124,8 +104,8 @@ def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
-    """No equality with a reference run: with drafts that are mostly wrong, the distribution itself is right.
+def test_samples_with_a_full_cache_have_the_exact_distribution() -> None:
+    """No equality with a reference run: with drafts that are often wrong, the distribution itself is right.
 
     A correct engine fails with one seed in 1,000; probabilities that are 3% off pass with fewer than one in 10,000.
     """
@@ -134,7 +114,8 @@ def test_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
     exact = exact_distribution(policy, prompt, length)
     assert abs(exact.sum() - 1) < 1e-6
     texts = np.random.default_rng(0).integers(0, vocab_size, (64, length), np.int32)
-    drafter = make_drafter("history", {prompt: texts}, max_rollouts=64)
+    drafter = make_drafter("srt", {prompt: texts}, max_rollouts=64)
+    drafter.knows_noise = False
     engine = Engine(policy, options(slots=256, prefill_chunk_tokens=512, draft_budget=6), drafter=drafter)
     counts = np.zeros(len(exact), np.int64)
     for first in range(0, num_samples, 20_000):

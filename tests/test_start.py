@@ -145,7 +145,7 @@ def test_threads_beside_a_gpu_are_few_and_within_the_containers_quota(
         (1, [], "none"),
         (2, [], "srt"),
         (1, ["rollout.max_new_tokens=9"], "srt"),
-        (1, ["rollout.drafter=ngram"], "ngram"),
+        (1, ["rollout.drafter=srt"], "srt"),
     ],
 )
 def test_a_single_completion_loads_no_drafter(

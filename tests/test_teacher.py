@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from srtrl.algorithms.advantages import token_level
 from srtrl.build import build_parts
 from srtrl.build_models import build_policy
-from srtrl.features.teacher import check_scores, check_vocabulary, teacher_advantages
+from srtrl.features.teacher import check_vocabulary, teacher_advantages
 from srtrl.metrics import read_metrics
 from srtrl.model.files import read_tensors
 from srtrl.model.folders import load_tokenizer
@@ -88,7 +88,7 @@ def test_alone_it_equals_a_program_without_it(policy: Path, teacher: Path, tmp_p
     algorithm = {"advantage": "test_teacher:immediate", "kl": kl, "old_logprobs": "recompute"}
     recipe = make_recipe(policy, tmp_path / "program", rewards=ALONE, algorithm=algorithm, **QUICK)
     parts = build_parts(recipe)
-    parts.teacher_sha256 = read_state(folder / "checkpoints" / "step_000002").teacher_sha256
+    parts.digests["teacher_sha256"] = read_state(folder / "checkpoints" / "step_000002").teacher_sha256
     model = build_policy(recipe, str(teacher), torch.device("cpu")).requires_grad_(False)
     parts.columns[0] = logprobs_column("teacher", "ref_logprobs", model, recipe.rollout.temperature)
     with Trainer(parts) as trainer:
@@ -135,14 +135,6 @@ def test_vocabularies_are_compared_by_ids_and_texts(policy: Path) -> None:
     ours.add_tokens(["<other>"])
     with pytest.raises(ValueError, match=r"is '<other>' of the policy and '<think>' of the teacher"):
         check_vocabulary(ours, theirs)
-
-
-def test_a_teacher_must_repeat_its_scores(policy: Path, tmp_path: Path) -> None:
-    model = build_policy(make_recipe(policy, tmp_path), str(policy), torch.device("cpu")).requires_grad_(False)
-    check_scores(model)
-    model.embedding[3, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"algorithm.teacher.path: the teacher scored one sequence twice"):
-        check_scores(model)
 
 
 def test_a_resume_needs_the_teacher_that_the_run_has_had(policy: Path, teacher: Path, tmp_path: Path) -> None:

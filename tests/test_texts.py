@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -15,19 +16,39 @@ from srtrl.drafters.base import Int32Array, end_to_end
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNIT, UNKNOWN, pack
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import learn_ngrams, make_table
-from srtrl.drafters.texts import INITIAL_PAGES, MAX_MATCH, PAGE, START_TOKEN, TextStore
+from srtrl.drafters.texts import (
+    INITIAL_PAGES,
+    MAX_MATCH,
+    MAX_PLACES,
+    NO_PENDING,
+    PAGE,
+    START_TOKEN,
+    Texts,
+    TextStore,
+    make_found,
+    search,
+    seek,
+)
 from srtrl.drafters.trie_draft import LIFT, MAX_BLENDED, NEGLIGIBLE, SMALLEST_SCORE, Basis, Noise, draft_trees
 from srtrl.drafters.trust import DECIDED, DISTRIBUTION, FORMULA_WEIGHT, MAX_POWER, NUM_CELLS, POWER, REACHED, make_trust
 from srtrl.types import TopTokens
 
 VOCAB, SLOTS = 5, 4
 PROMPTS = [7, 7, 3, 7]
-"""Number of the prompt of each slot; drafts do not find the last one's tokens."""
+"""Number of the prompt of each slot."""
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 STEPS = st.lists(st.tuples(st.integers(0, SLOTS - 1), TOKENS), min_size=1, max_size=9)
 """Which of the slots goes on, with which tokens: fewer than a search keeps places."""
 Place = tuple[int, int, int]
 """Match, slot, position in its text."""
+
+
+@numba.njit(nogil=True)
+def find(texts: Texts, slot: int) -> tuple[Int32Array, Int32Array]:
+    """Places that follow the last tokens of a slot's text, and their matches: the longest, then the newest first."""
+    found = make_found(0)
+    search(texts, seek(texts, NO_PENDING, slot, found), found, 0, 0, MAX_PLACES)
+    return found.places[0, : found.nums[0]], found.matches[0, : found.nums[0]]
 
 
 class Twin:
@@ -44,10 +65,9 @@ class Twin:
         self.store.extend(np.arange(SLOTS), *end_to_end(self.texts))
 
     def extend(self, slot: int, tokens: Sequence[int], known: Int32Array = NO_DISTRIBUTIONS) -> None:
-        self.store.extend(np.array([slot]), *end_to_end([tokens]), known, links=slot < SLOTS - 1)
+        self.store.extend(np.array([slot]), *end_to_end([tokens]), known)
         for token in tokens:
-            if slot < SLOTS - 1:
-                self.order.append((slot, len(self.texts[slot])))
+            self.order.append((slot, len(self.texts[slot])))
             self.texts[slot].append(token)
 
     def places(self, slot: int, path: tuple[int, ...], shortest: int) -> list[Place]:
@@ -223,7 +243,7 @@ def test_places_and_drafts_are_those_of_the_twin(
     noise = Noise(random.integers(0, 2**63, SLOTS).astype(np.uint64), np.arange(SLOTS) + 5, np.full(SLOTS, knows_noise))
     basis, limits = Basis(table_of(rollouts), trust, noise), np.full(SLOTS, max_nodes)
     for slot, tree in enumerate(draft_trees(twin.store.arrays, np.arange(SLOTS), limits, basis, min_score)):
-        _, matches = twin.store.find(slot)
+        _, matches = find(twin.store.arrays, slot)
         assert matches.tolist() == [match for match, *_ in twin.places(slot, (), 1)]
         keys, positions = torch.tensor([int(noise.rng_keys[slot])] * 41), torch.arange(41) + 5 + slot
         uniforms = uniform_noise(keys, positions, VOCAB).tolist()
@@ -234,7 +254,7 @@ def test_places_and_drafts_are_those_of_the_twin(
         np.testing.assert_allclose(tree.scores, expected.scores, rtol=1e-5 if knows_noise else 0)
 
 
-def test_many_texts_grow_at_once_and_those_that_are_not_linked_are_never_found() -> None:
+def test_many_texts_grow_at_once() -> None:
     """Over several times the pages that there are at first."""
     random, store = np.random.default_rng(5), TextStore()
     num = 3 * INITIAL_PAGES * PAGE // 24
@@ -243,16 +263,15 @@ def test_many_texts_grow_at_once_and_those_that_are_not_linked_are_never_found()
     store.extend(np.arange(24), *end_to_end([[START_TOKEN]] * 24))
     for begin in range(0, num, 50):
         parts = texts[:, begin : begin + 50]
-        store.extend(np.arange(12), *end_to_end(list(parts[:12])))
-        store.extend(np.arange(12, 24), *end_to_end(list(parts[12:])), links=False)
+        store.extend(np.arange(24), *end_to_end(list(parts)))
     assert store.arrays.tokens[store.positions(20)].tolist() == [START_TOKEN, *texts[20].tolist()]
     for slot in (0, 13):
-        places, matches = store.find(slot)
-        owners = {slot % 3: set(np.concatenate([store.positions(one) for one in range(slot % 3, 12, 3)]).tolist())}
+        places, matches = find(store.arrays, slot)
+        owners = {slot % 3: set(np.concatenate([store.positions(one) for one in range(slot % 3, 24, 3)]).tolist())}
         assert set(places.tolist()) <= owners[slot % 3]
         assert 1 < len(places) <= 64
         for place, match in zip(places.tolist(), matches.tolist(), strict=True):
-            other = next(one for one in range(12) if place in store.positions(one))
+            other = next(one for one in range(24) if place in store.positions(one))
             before = texts[other][: store.positions(other).tolist().index(place) - 1][-match:]
             assert before.tolist() == texts[slot][-match:].tolist()
 
@@ -263,17 +282,17 @@ def test_a_whole_answer_of_any_length_is_known_as_such(length: int) -> None:
     twin.extend(0, text)
     twin.extend(2, text)
     twin.extend(1, text[:length])
-    assert twin.store.find(1)[1][0] == 1 + length
+    assert find(twin.store.arrays, 1)[1][0] == 1 + length
     twin.store.start(np.array([3]), [7])
     twin.store.extend(np.array([3]), *end_to_end([[START_TOKEN, 9, *text[1:length]]]))
-    assert twin.store.find(3)[1][0] == min(length - 1, MAX_MATCH)
+    assert find(twin.store.arrays, 3)[1][0] == min(length - 1, MAX_MATCH)
 
 
 def test_repetition_is_searched_in_bounded_time() -> None:
     twin = Twin()
     for _ in range(4000):
         twin.extend(0, [0])
-    places, matches = twin.store.find(0)
+    places, matches = find(twin.store.arrays, 0)
     assert len(places) == len(matches) == 64
     (tree,) = draft_trees(twin.store.arrays, np.array([0]), np.array([4]), Basis(), 0.01)
     assert tree.token_ids.tolist()[:2] == [0, 0]

@@ -15,7 +15,6 @@ from page_cases import check_pages
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.srt import Drafter as SrtDrafter
-from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.texts import START_TOKEN
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.transformer import Transformer
@@ -110,7 +109,7 @@ class TurnDrafter(FakeDrafter):
             self.committed[slot] = known.response.token_ids.tolist()[: request.text_start]
 
 
-@pytest.mark.parametrize("drafter_class", [None, SrtDrafter, SuffixDrafter, TurnDrafter])
+@pytest.mark.parametrize("drafter_class", [None, SrtDrafter, TurnDrafter])
 @settings(deadline=None, max_examples=settings().max_examples // 12)  # each decodes twice, in all ways at once
 @given(data=st.data())
 def test_turns_do_not_depend_on_how_they_are_decoded(
@@ -170,7 +169,7 @@ def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transfor
     for one in truth.values():
         starts = [start for start, _ in one.response.extensions]
         text = np.insert(one.response.token_ids, starts, START_TOKEN).tolist()
-        assert text in [rollout.tokens.tolist() for rollout in drafter.cache("train").rollouts(prompt_of(one))]
+        assert text in [rollout.tokens.tolist() for rollout in drafter.caches["train"].rollouts(prompt_of(one))]
 
 
 def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer, Completions]]) -> None:

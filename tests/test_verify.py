@@ -162,7 +162,7 @@ def test_statistics_count_the_primaries_paths_as_one_by_one(max_nodes: int) -> N
     for seed in range(20):
         step, num_primaries = random_step(seed, 6, 3, max_nodes), seed % 7
         scheduled = ScheduledStep(slots=step.slots, num_primaries=num_primaries)
-        stats.add_step(scheduled, step.trees, verified := step.verify(), StageClock(), drafted=True)
+        stats.add_step(scheduled, step.trees, verified := step.verify(), StageClock())
         paths += (verified.num_new[:num_primaries] - 1).tolist()
         sizes += step.trees.sizes[:num_primaries].tolist()
     assert (stats.num_decodes, stats.num_tokens) == (len(paths), len(paths) + sum(paths))

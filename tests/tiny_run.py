@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from srtrl.build import run_training
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import save_policy
+from srtrl.run.checkpoint import PolicyFiles
 from srtrl.run.folder import RunFolder, open_run_folder
 from srtrl.run.steps import checkpoint_name, latest_checkpoint
 from srtrl.tasks import arithmetic
@@ -115,7 +115,7 @@ def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int =
     tokenizer = train_tokenizer([], VOCAB_SIZE)
     model = init_policy(seed, dtype, eos_token_id=tokenizer.eos_token_id, **config)
     folder.mkdir(parents=True)
-    save_policy(folder, model=model, tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id])
+    PolicyFiles(model=model, tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id]).save(folder)
     return folder
 
 

@@ -185,7 +185,7 @@ def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Ext
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
 PROMPTS = ("prompt", "messages", "input", "arguments.gen_args_0.arg_0", "arguments.0.0")
-TEXTS = ("text", "completion", "response", "output")
+TEXTS = ("text", "completion", "response", "output", "completions")
 LISTS = ("samples", "outputs", "choices", "response.choices", "response.body.choices", "resps.0", *TEXTS[1:])
 """Names that trainers and engines give to a prompt, a completion and a list of completions."""
 

@@ -6,15 +6,11 @@ must stay where it was: `StepGraphs.drop` is called whenever something has moved
 """
 
 import gc
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-
-MAX_GRAPHS = 512
-"""Each takes about a MiB beside the memory that all of them share."""
 
 SPARE_BYTES = 2**30
 """Free memory before a capture: during one the allocator cannot give cached memory back to the device."""
@@ -27,16 +23,15 @@ class StepGraphs:
     """Captures a graph of each kind of step, and replays it from then on.
 
     The first time a kind comes, its kernels are launched one by one, and compiled if need be; many a kind never comes
-    again, so it is captured the second time, unless `prepare` has done so before. When there are too many graphs, the
-    one that was used least recently is dropped. All graphs take their intermediate tensors from one pool: they may
-    overwrite each other's, for steps run one after the other, and what outlives a step lies elsewhere.
+    again, so it is captured the second time, unless `prepare` has done so before. Each graph takes about a MiB beside
+    the memory that all of them share. All graphs take their intermediate tensors from one pool: they may overwrite each
+    other's, for steps run one after the other, and what outlives a step lies elsewhere.
     """
 
-    def __init__(self, device: torch.device | None, *, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         """Without a device (on a CPU, or `rollout.cuda_graphs: false`) steps are always launched kernel by kernel."""
         self._device = device
-        self._max_graphs = max_graphs
-        self._graphs: OrderedDict[Hashable, Compute] = OrderedDict()
+        self._graphs: dict[Hashable, Compute] = {}
         self._known: set[Hashable] = set()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -59,13 +54,10 @@ class StepGraphs:
         """
         graph = self._graphs.get(key)
         if graph is not None:
-            self._graphs.move_to_end(key)
             graph()
             return True
         is_known = key in self._known
         if is_known and can_capture and self._device is not None:
-            if len(self._graphs) == self._max_graphs:
-                self._graphs.popitem(last=False)
             is_computed = self._open_stream(compute)
             graph = self._graphs[key] = self.capture(compute)  # the kernels do not run meanwhile
             if not is_computed:  # a step moves KV: twice would be wrong

@@ -7,7 +7,6 @@ The same path runs on a CPU under Triton's interpreter, kernel by kernel, for te
 `srtrl/engine/step_inputs.py`; V vocabulary, D width of the model, K most likely tokens.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -40,9 +39,6 @@ from srtrl.model.transformer import LayerStates, Transformer
 from srtrl.types import TopTokens
 
 NO_MOVES = np.empty((0, 3), np.int32)
-
-MAX_STEPS = 512
-"""Shapes of steps whose views are kept, some 10 KiB each."""
 
 FILTERED_AT_ONCE = 64
 """Rows that are sorted at the same time for top-k and top-p: in float32, with indices, they take 0.4 GB."""
@@ -156,8 +152,8 @@ class CudaRunner(Runner):
         """Computation of a step on the device; tests replace it by plain PyTorch."""
         self._has_graphs = is_cuda and options.cuda_graphs
         self._graphs = StepGraphs(device if self._has_graphs else None)
-        self._steps: OrderedDict[LaunchShape, CudaStep] = OrderedDict()
-        """The least recently used first."""
+        self._steps: dict[LaunchShape, CudaStep] = {}
+        """Some 10 KiB each; there are as many as shapes."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
         self._staging = PinnedCopy(num_elements(largest.fields()), device)
@@ -202,7 +198,6 @@ class CudaRunner(Runner):
         """See `Runner`. Waits until the device is done with the step before."""
         shape = self.planner.shape(size)
         step = self._step = self._steps.get(shape) or self._make_step(shape)
-        self._steps.move_to_end(shape)
         self._end.wait()
         step.host["split_keys"][0] = self.planner.split_keys(size, shape)
         step.host["num_moves"][0] = num_moves = len(self._moves)
@@ -321,9 +316,7 @@ class CudaRunner(Runner):
         sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling, top)
 
     def _make_step(self, shape: LaunchShape) -> CudaStep:
-        """Views of a step of a new shape, kept until `MAX_STEPS` others were used more recently."""
-        if len(self._steps) == MAX_STEPS:
-            self._steps.popitem(last=False)
+        """Views of a step of a new shape."""
         dtypes: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
         layout = shape.fields()
         slices, host = slices_of(layout), views_of(self._staging.host.numpy(), layout)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numba
 import numpy as np
@@ -68,12 +68,7 @@ class DraftTrees:
     @staticmethod
     def empty(num_trees: int) -> "DraftTrees":
         """No draft for any of `num_trees` sequences."""
-        return DraftTrees(
-            token_ids=EMPTY_TREE.token_ids,
-            parents=EMPTY_TREE.parents,
-            scores=EMPTY_TREE.scores,
-            offsets=np.zeros(num_trees + 1, np.int64),
-        )
+        return replace(NO_TREES, offsets=np.zeros(num_trees + 1, np.int64))
 
     @property
     def num_nodes(self) -> int:
@@ -96,16 +91,6 @@ class DraftTrees:
             offsets=np.concatenate([[0], sizes.cumsum()]),
         )
 
-    def first(self, num_trees: int) -> "DraftTrees":
-        """The first trees (views, no copies)."""
-        num = int(self.offsets[num_trees])
-        return DraftTrees(
-            token_ids=self.token_ids[:num],
-            parents=self.parents[:num],
-            scores=self.scores[:num],
-            offsets=self.offsets[: num_trees + 1],
-        )
-
     def __len__(self) -> int:
         """Number of trees, empty ones included."""
         return len(self.offsets) - 1
@@ -118,6 +103,10 @@ class DraftTrees:
     def __iter__(self) -> Iterator[DraftTree]:
         """Iterate over the trees in order."""
         return (self[index] for index in range(len(self)))
+
+
+NO_TREES = DraftTrees.of([])
+"""Of no sequence."""
 
 
 def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -1,5 +1,6 @@
 """The default drafter: a trie for each prompt, of its earlier rollouts, of its running ones, and of texts to come."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,15 @@ from srtrl.drafters.rollout_cache import CachedRollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.texts import NO_PENDING, NONE, START_TOKEN, Pending, TextStore
 from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
-from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
+from srtrl.drafters.trust import Trust, make_trust
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request, TopTokens, num_equal
 
-TRUST_FILE = "draft_trust.json"
 NO_TEXT: Int32Array = np.empty(0, np.int32)
 
 
 class SrtOptions(Section):
-    """Options of the drafters `srt` and `history`."""
+    """Options of this drafter."""
 
     min_score: float = Field(default=0.01, ge=0, lt=1)
     """Nodes that are less likely to be accepted are not proposed; the draft budget chooses among the others."""
@@ -50,8 +50,6 @@ class Drafter(DrafterBase):
     options: SrtOptions
     uses_texts = True
     num_top = NUM_TOP
-    inserts = True
-    """Whether drafts find the tokens of running samples."""
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
@@ -59,7 +57,7 @@ class Drafter(DrafterBase):
         self.store = TextStore()
         self._kept_bytes = 0
         """Memory of the store after it was last made smaller."""
-        self.caches: dict[str, RolloutCache] = {}
+        self.caches = defaultdict[str, RolloutCache](self._make_cache)
         """Completed rollouts, for each purpose: evaluation never learns from training."""
         self._prompts: dict[PromptKey, int] = {}
         """Numbers of the prompts whose texts are in the store."""
@@ -70,7 +68,7 @@ class Drafter(DrafterBase):
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
         """Texts of samples to come, by prompt and RNG key: those learned in the last step, and in this one."""
         self._num_repeated = 0
-        self._ngrams: dict[str, Table] = {}
+        self._ngrams = defaultdict[str, Table](make_table)
         """For each purpose, from texts of all prompts."""
         self._taught: set[int] = set()
         """RNG keys of this step's samples whose distributions these were learned from."""
@@ -78,7 +76,7 @@ class Drafter(DrafterBase):
         """The work of `learn_deferred`, in order."""
         self._pending = NO_PENDING
         """The tokens that the queue appends to texts: drafts follow them already."""
-        self._trust: dict[str, Trust] = {}
+        self._trust = defaultdict[str, Trust](make_trust)
         """The learned trust in contexts and in the noise, for each purpose."""
         self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
         self._foreseen = NOTHING
@@ -91,11 +89,8 @@ class Drafter(DrafterBase):
         self._purpose = ""
         """Purpose of the samples that started last, and so of all live ones."""
 
-    def cache(self, purpose: str) -> RolloutCache:
-        """Return the completed rollouts of samples of one purpose."""
-        if purpose not in self.caches:
-            self.caches[purpose] = RolloutCache(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
-        return self.caches[purpose]
+    def _make_cache(self) -> RolloutCache:
+        return RolloutCache(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Begin the samples' texts."""
@@ -128,7 +123,7 @@ class Drafter(DrafterBase):
             if key not in self._prompts:
                 self._prompts[key] = len(self._prompts)
                 early = [text for by_key in self._texts for text in by_key.get(key, {}).values()]
-                history = self.cache(request.purpose).rollouts(request.prompt_token_ids)
+                history = self.caches[request.purpose].rollouts(request.prompt_token_ids)
                 history += [CachedRollout(text, NO_DISTRIBUTIONS) for text in early]
             numbers.append(self._prompts[key])
             parts = [*(part for rollout in history for part in (start, rollout)), start]
@@ -146,7 +141,7 @@ class Drafter(DrafterBase):
         self.store.clear()
         self._prompts = {}
         self._begin_texts(slots, list(self._live.values()))
-        self.store.extend(slots, *tokens, known, links=self.inserts)
+        self.store.extend(slots, *tokens, known)
         self._kept_bytes = self.store.num_bytes
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
@@ -202,9 +197,9 @@ class Drafter(DrafterBase):
             distributions[np.repeat(~is_drawn, offsets[1:] - offsets[:-1]), 0] = UNKNOWN
             if self.options.other_prompts:
                 last_two = self.store.last_two(slots)
-                learn_distributions(self._table(self._purpose), last_two, token_ids, offsets, distributions)
+                learn_distributions(self._ngrams[self._purpose], last_two, token_ids, offsets, distributions)
                 self._taught.update(noise.rng_keys[slots[is_drawn]].tolist())
-        self.store.extend(slots, token_ids, offsets, distributions, links=self.inserts)
+        self.store.extend(slots, token_ids, offsets, distributions)
 
     def _defer(self, work: Callable[[], None]) -> None:
         """Do something in its turn: with `learn_deferred`, or at once."""
@@ -222,8 +217,6 @@ class Drafter(DrafterBase):
             self._pending = self._pending._replace(token_ids=NO_TEXT)
 
     def _basis(self) -> Basis:
-        if self._purpose not in self._trust:
-            self._trust[self._purpose] = make_trust()
         table = self._ngrams.get(self._purpose, NO_TABLE)
         return Basis(table, self._trust[self._purpose], self._noise)
 
@@ -257,7 +250,7 @@ class Drafter(DrafterBase):
                 early = by_key.get(key_of(request), {}).pop(request.rng_key, NO_TEXT)
                 self._num_repeated += max(0, num_equal(early, text) - request.num_reused)
             text = np.insert(text, starts, START_TOKEN) if starts else text
-            self.cache(request.purpose).add(request.prompt_token_ids, text, self._distributions(request.rng_key, text))
+            self.caches[request.purpose].add(request.prompt_token_ids, text, self._distributions(request.rng_key, text))
             if request.rng_key not in self._taught:
                 self._learn_ngrams(request.purpose, text)
 
@@ -284,7 +277,7 @@ class Drafter(DrafterBase):
 
     def expected_tokens(self, request: Request) -> float | None:
         """Mean length of the prompt's rollouts, those of finished siblings included."""
-        return self.cache(request.purpose).mean_tokens(request.prompt_token_ids)
+        return self.caches[request.purpose].mean_tokens(request.prompt_token_ids)
 
     def end_step(self) -> None:
         """Forget all texts: they are inserted again, from the newest rollouts. No sample is live."""
@@ -307,22 +300,22 @@ class Drafter(DrafterBase):
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write the completed rollouts: a file for each purpose; and the trust."""
+        """Write the completed rollouts: a file for each purpose. Trust is learned again within a step."""
         self.learn_deferred()
-        save_trust(folder / TRUST_FILE, self._trust)
         for purpose, cache in self.caches.items():
             cache.save(folder / f"rollouts_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Read the completed rollouts, and what was learned."""
+        """Read the completed rollouts."""
         self.learn_deferred()
         assert not self._live, "no sample may be live"
         self.store.clear()
-        self._prompts, self.caches, self._ngrams = {}, {}, {}
-        self._trust = load_trust(folder / TRUST_FILE)
+        self._prompts = {}
+        for by_purpose in (self.caches, self._ngrams, self._trust):
+            by_purpose.clear()
         for path in sorted(folder.glob("rollouts_*.safetensors")):
             purpose = path.stem.removeprefix("rollouts_")
-            cache = self.cache(purpose)
+            cache = self.caches[purpose]
             cache.load(path)
             for prompt in cache.prompts():
                 for rollout in cache.rollouts(prompt):
@@ -330,9 +323,4 @@ class Drafter(DrafterBase):
 
     def _learn_ngrams(self, purpose: str, text: npt.NDArray[np.int32]) -> None:
         if self.options.other_prompts:
-            learn_ngrams(self._table(purpose), text)
-
-    def _table(self, purpose: str) -> Table:
-        if purpose not in self._ngrams:
-            self._ngrams[purpose] = make_table()
-        return self._ngrams[purpose]
+            learn_ngrams(self._ngrams[purpose], text)

@@ -30,8 +30,6 @@ START_TOKEN = -1
 """The first token of each text: a token outside the vocabulary, so that the beginning is a context like any other."""
 EMPTY = -2
 """Token of a position that no text has reached."""
-UNLINKED = -2
-"""In place of the next place of a chain: the place is in none."""
 PAGE = 64
 INITIAL_PAGES = 64
 LENGTHS = (1, 4)
@@ -173,7 +171,6 @@ def _append(
     token_ids: Int32Array,
     offsets: Int64Array,
     known: Int32Array,
-    links: bool,
     num_pages: int,
 ) -> int:
     """Append to the texts of some slots, there being room, see `TextStore.extend`; returns the number of pages."""
@@ -196,9 +193,7 @@ def _append(
             if len(known) > 0:
                 for j in range(SIZE):
                     texts.known[place, j] = known[i, j]
-            if is_start or not links:
-                texts.older[place, 0] = UNLINKED
-            else:
+            if not is_start:
                 _link(texts, place)
             slot[END], slot[NUM_PASSED] = place, 1 if is_start else slot[NUM_PASSED] + 1
     return num_pages
@@ -208,7 +203,7 @@ def _append(
 def _link_again(texts: Texts, num_pages: int) -> None:
     """Link all places anew."""
     for place in range(num_pages * PAGE):
-        if texts.tokens[place] != EMPTY and texts.older[place, 0] != UNLINKED:
+        if texts.tokens[place] >= 0:
             _link(texts, place)
 
 
@@ -299,14 +294,6 @@ def find_places(texts: Texts, sought: Sought, found: Found, depth: int, above: i
         search(texts, sought, found, depth, node, ENOUGH_LENGTHS)
 
 
-@numba.njit(cache=True, nogil=True)
-def _find(texts: Texts, slot: int) -> tuple[Int32Array, Int32Array]:
-    """See `TextStore.find`."""
-    found = make_found(0)
-    search(texts, seek(texts, NO_PENDING, slot, found), found, 0, 0, MAX_PLACES)
-    return found.places[0, : found.nums[0]], found.matches[0, : found.nums[0]]
-
-
 class TextStore:
     """Texts of prompts, some of which grow: those of slots."""
 
@@ -334,8 +321,6 @@ class TextStore:
         token_ids: Int32Array,
         offsets: Int64Array,
         known: Int32Array = NO_DISTRIBUTIONS,
-        *,
-        links: bool = True,
     ) -> None:
         """Append to the texts of some slots: to that of row b `token_ids[offsets[b] : offsets[b + 1]]`.
 
@@ -344,7 +329,6 @@ class TextStore:
             token_ids: [tokens]; `START_TOKEN` begins another text.
             offsets: [B + 1].
             known: The distributions they were drawn from, [tokens, SIZE], or [0, SIZE].
-            links: Whether searches find them.
         """
         needed = self.num_pages + len(slots) + len(token_ids) // PAGE
         if needed > len(self.arrays.pages):
@@ -352,23 +336,7 @@ class TextStore:
             for new, array in zip(self.arrays[:5], old[:5], strict=True):
                 new[: len(array)] = array
             _link_again(self.arrays, self.num_pages)
-        self.num_pages = _append(self.arrays, slots, token_ids, offsets, known, links, self.num_pages)
-
-    def find(self, slot: int) -> tuple[Int32Array, Int32Array]:
-        """Places that follow the last tokens of a slot's text, and their matches: the longest, then the newest first.
-
-        Both arrays are empty where there are none.
-        """
-        places, matches = _find(self.arrays, slot)
-        return places, matches
-
-    def places_after(self, places: Int32Array) -> Int32Array:
-        """The places one token further, of those whose texts go on."""
-        texts = self.arrays
-        after = np.where((places + 1) % PAGE, places + 1, texts.pages[places // PAGE, AFTER])
-        after = after[after != NONE]
-        going_on: Int32Array = after[texts.tokens[after] >= 0]
-        return going_on
+        self.num_pages = _append(self.arrays, slots, token_ids, offsets, known, self.num_pages)
 
     def positions(self, slot: int) -> Int64Array:
         """Positions of a slot's text, that of START first."""

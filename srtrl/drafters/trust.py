@@ -10,13 +10,9 @@ which moves up the gradient of the log-likelihood (Newton's step).
 Drafts depend on it, tokens never do.
 """
 
-import json
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.files import write_atomic
 from srtrl.model.kernels import inlined, inner
 
 Float64Array = npt.NDArray[np.float64]
@@ -90,25 +86,3 @@ def learn_noise(trust: Trust, cell: int, gradient: float, information: float) ->
     trust[cell, POWER] = min(max(power, 0.0), MAX_SHARPNESS if is_distribution(cell) else MAX_POWER)
     if trust[cell, INFORMATION] > MAX_INFORMATION:
         trust[cell, INFORMATION] /= 2
-
-
-def save_trust(path: Path, trust: dict[str, Trust]) -> None:
-    """Write the trust of each purpose; floats keep their bits."""
-    write_atomic(path, json.dumps({purpose: rows.tolist() for purpose, rows in trust.items()}).encode())
-
-
-def load_trust(path: Path) -> dict[str, Trust]:
-    """Read a file of `save_trust`; without a file nothing is learned.
-
-    Raises:
-        ValueError: the trust has other cells than here.
-    """
-    if not path.exists():  # of another drafter
-        return {}
-    trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
-    if any(table.shape != make_trust().shape for table in trust.values()):
-        raise ValueError(
-            f"{path}: another version of srtrl learned this trust of drafts; begin a new run from the checkpoint's "
-            f"weights with name=OTHER model.path={path.parent}"
-        )
-    return trust

@@ -143,11 +143,9 @@ class Engine:
         self.check_request(request)
         self.stop_finder.add(request.sampling.stop_strings)
         expected_tokens = self.drafter.expected_tokens(request)
-        has_history = expected_tokens is not None
-        self.control.add_request(has_history=has_history)
         if request.sample_index == 0:
             self.stats.num_draws += 1
-            self.stats.num_known_draws += has_history
+            self.stats.num_known_draws += expected_tokens is not None
         self.scheduler.add(request, expected_tokens)
 
     def add_run_aheads(self, requests: Sequence[Request]) -> None:
@@ -219,7 +217,6 @@ class Engine:
                 "samples (`Engine.add`)"
             )
         self.warm_up()
-        self.control.begin_rollout(purpose)
         self.drafter.defers = self.runner.is_asynchronous
         self.drafter.begin_rollout(purpose)
         self._is_decoding = True
@@ -252,15 +249,15 @@ class Engine:
         step = self._schedule()
         if not (len(step.slots) or step.chunks):
             return []
-        trees, drafted = self._draft(step)
+        trees = self._draft(step)
         self._launch(step, trees)
-        self._learn(step, trees, drafted=drafted)
+        self._learn(step, trees)
         verified = self._verify(step, trees)
         self._observe(trees, verified)
         completions = self._take_finished(verified)
         self._num_rows = step.num_primaries + trees.num_nodes
         self._unrecorded = partial(
-            self._record, step, trees, verified, self.clock, drafted=drafted, was_prepared=self.runner.was_prepared
+            self._record, step, trees, verified, self.clock, was_prepared=self.runner.was_prepared
         )
         return completions
 
@@ -324,27 +321,23 @@ class Engine:
         self.clock.lap("schedule")
         return step
 
-    def _draft(self, step: ScheduledStep) -> tuple[DraftTrees, bool]:
-        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none.
-
-        Returns:
-            The trees to verify, one for each of the step's slots, and whether the drafter proposed.
-        """
+    def _draft(self, step: ScheduledStep) -> DraftTrees:
+        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none."""
         num, batch = step.num_primaries, self.batch
-        max_nodes = self.control.max_nodes(num, self.options.max_draft_nodes) if self.drafts else 0
-        if max_nodes == 0:
-            return DraftTrees.empty(len(step.slots)), False
+        if not (self.drafts and num):
+            return DraftTrees.empty(len(step.slots))
         slots = step.slots[:num]
         # A sample that ends with its next token needs no draft.
+        max_nodes = self.control.max_nodes(self.options.max_draft_nodes)
         room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, max_nodes, 0)
-        proposed = self.drafter.propose(slots, room, self.control.score_floor(num))
+        proposed = self.drafter.propose(slots, room, self.control.score_floor)
         check_trees(proposed, room, self.vocab_size, str(self.drafter))
         self.clock.lap("propose")
         num_other_rows = len(step.slots) - num + step.num_prompt_rows
-        sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
+        sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num_other_rows))
         trees = cut_trees(proposed, sizes, len(step.slots))
         self.clock.lap("choose")
-        return trees, True
+        return trees
 
     def _launch(self, step: ScheduledStep, trees: DraftTrees) -> None:
         """Fill the step's inputs and queue it."""
@@ -360,14 +353,15 @@ class Engine:
         self.runner.launch(inputs, filters)
         self.clock.lap("forward")
 
-    def _learn(self, step: ScheduledStep, trees: DraftTrees, *, drafted: bool) -> None:
+    def _learn(self, step: ScheduledStep, trees: DraftTrees) -> None:
         """Do what decides nothing of the next launch; a device computes the step meanwhile."""
         self._record_last()
         self.drafter.learn_deferred()
         if not self.runner.is_asynchronous:  # else it is a part of the wait
             self.clock.lap("observe")
-        elif drafted:
-            self.drafter.foresee(step.slots[: step.num_primaries], trees.first(step.num_primaries))
+        elif self.drafts and step.num_primaries:
+            num = step.num_primaries
+            self.drafter.foresee(step.slots[:num], trees.pick(trees.offsets[:num], trees.sizes[:num]))
 
     def _verify(self, step: ScheduledStep, trees: DraftTrees) -> Verified:
         """Wait for what was sampled, and keep the path of each tree that it follows."""
@@ -448,12 +442,11 @@ class Engine:
         verified: Verified,
         clock: StageClock,
         *,
-        drafted: bool,
         was_prepared: bool,
     ) -> None:
         """Count a step, and learn what it cost."""
         cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
-        self.stats.add_step(step, trees, verified, clock, drafted=drafted)
+        self.stats.add_step(step, trees, verified, clock)
         if not self.drafts or not was_prepared or 2 * num_prefill > num_rows:
             return  # the rows of prompts are not like others: where they are many, the control learns nothing
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
@@ -465,11 +458,8 @@ class Engine:
             else:
                 draft_seconds = 0.0
         self.control.record(
-            trees=trees,
-            num_accepted=verified.num_new - 1,
             num_sequences=step.num_primaries,
             num_rows=num_rows + num_prefill,
-            drafted=drafted,
             draft_seconds=draft_seconds,
             seconds=seconds,
         )

@@ -63,10 +63,6 @@ class EngineStats:
     """Generated tokens."""
     num_prefill_tokens: int = 0
     """Prompt tokens computed, recomputation after preemption included."""
-    num_without_prefill: int = 0
-    """Steps that computed no prompt token."""
-    num_drafted: int = 0
-    """Those of them in which the drafter proposed."""
     num_drafts: int = 0
     """Sequence-steps with a draft of at least one node."""
     num_draft_nodes: int = 0
@@ -88,15 +84,12 @@ class EngineStats:
     seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(STAGES)))
     """By stage, in the order of `STAGES`."""
 
-    def add_step(
-        self, step: ScheduledStep, trees: DraftTrees, verified: Verified, clock: StageClock, *, drafted: bool
-    ) -> None:
+    def add_step(self, step: ScheduledStep, trees: DraftTrees, verified: Verified, clock: StageClock) -> None:
         """Count one step.
 
-        `trees` are those that were verified, one for each sequence of `verified`; the primaries come first. `drafted`:
-        whether the drafter proposed.
+        `trees` are those that were verified, one for each sequence of `verified`; the primaries come first.
         """
-        num, num_prefill = step.num_primaries, step.num_prompt_rows
+        num = step.num_primaries
         self.num_run_ahead_rows += len(step.slots) - num
         self.num_run_ahead_tokens += int(verified.offsets[-1] - verified.offsets[num])
         if step.is_run_ahead:
@@ -105,9 +98,7 @@ class EngineStats:
         self.num_steps += 1
         self.num_decodes += num
         self.num_tokens += int(verified.offsets[num])
-        self.num_prefill_tokens += num_prefill
-        self.num_without_prefill += not num_prefill
-        self.num_drafted += drafted and not num_prefill
+        self.num_prefill_tokens += step.num_prompt_rows
         num_nodes = int(trees.offsets[num])
         if num_nodes:
             accepted = verified.num_new[:num] - 1
@@ -129,7 +120,6 @@ class EngineStats:
             "engine/tokens": self.num_tokens,
             "engine/tokens_per_decode_step": self.num_tokens / decodes,
             "engine/verified_per_decode_step": 1 + self.num_draft_nodes / decodes,
-            "engine/drafted_steps_share": self.num_drafted / max(self.num_without_prefill, 1),
             "engine/prefill_tokens": self.num_prefill_tokens,
             "engine/slots_in_use_mean": num_ranks * self.num_decodes / max(self.num_steps, 1),
             "engine/pages_in_use_max": self.max_pages,

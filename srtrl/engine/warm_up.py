@@ -17,7 +17,7 @@ from srtrl.model.weights import read_config
 from srtrl.types import Request, SamplingParams
 
 NUM_TOKENS = 24
-"""Length of the samples: enough for a trial of drafts."""
+"""Length of the samples: enough for drafts."""
 
 
 @torch.no_grad()

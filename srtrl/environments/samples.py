@@ -18,7 +18,6 @@ class OpenSample:
     environment: EnvironmentBase | None = None
     """Made before its first step."""
     segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
-    num_void_turns: int = 0
     outcomes: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     metrics: list[tuple[str, float]] = field(default_factory=list)

@@ -31,7 +31,6 @@ from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error, warn_once
 from srtrl.rollout.one_turn import Answer, OneTurn, Segments, response_text
 from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop
-from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Completion, Conversation, Prompt, segment_slices
 
@@ -317,8 +316,6 @@ class EnvironmentTurns(OneTurn):
         step = self._result(pending)
         if pending.needs_record:
             self._record.write(completion, step)
-        is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
-        sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
         sample.rewards.append(step.reward)
         sample.metrics += step.metrics.items()
@@ -374,7 +371,6 @@ class EnvironmentTurns(OneTurn):
         return Conversation(
             segments=tuple(sample.segments),
             num_turns=len(completion.response.extensions) + 1,
-            num_void_turns=sample.num_void_turns,
             stop_reason=stop_reason,
             outcomes=tuple(sample.outcomes),
             rewards=tuple(sample.rewards),

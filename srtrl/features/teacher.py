@@ -10,20 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from srtrl.model.attention import PackedPlan
-from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import TeacherSection
 from srtrl.trainer.credit import joined, policy_logprobs
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NUM_TRIAL_TOKENS = 16
-"""Length of the sequence that a teacher scores twice before the run."""
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor, *, coefficient: float, clip: float | None) -> Tensor:
@@ -71,20 +65,3 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedToke
                 f"algorithm.teacher.path: expected a model with the policy's vocabulary; token {index} is {text!r} of "
                 f"the policy and {texts.get(index)!r} of the teacher"
             )
-
-
-@torch.no_grad()
-def check_scores(teacher: Transformer) -> None:
-    """Let a teacher score one short sequence twice, before it is sharded.
-
-    Raises:
-        ValueError: the scores differ, or are no finite numbers.
-    """
-    token_ids = torch.arange(NUM_TRIAL_TOKENS, device=teacher.device) % teacher.config.vocab_size
-    first, second = (
-        teacher.logits(teacher(token_ids, PackedPlan([NUM_TRIAL_TOKENS], teacher.device))) for _ in range(2)
-    )
-    if not (bool(first.isfinite().all()) and torch.equal(first, second)):
-        raise ValueError(
-            "algorithm.teacher.path: the teacher scored one sequence twice, and the numbers are not finite or not equal"
-        )

@@ -31,13 +31,18 @@ def section_in(annotation: Any) -> type[Section] | None:
     return next((inner for item in get_args(annotation) if (inner := section_in(item))), None)
 
 
-def describe_fields(section: type[Section], prefix: str = "") -> str:
-    """Every field of a section and of those inside it: dotted key, type, default and meaning."""
-    return "\n".join(_lines(section, prefix))
+def describe_fields(section: type[Section], prefix: str = "", within: str = "") -> str:
+    """Every field of a section and of those inside it: dotted key, type, default and meaning.
+
+    `within`: a key, or that of a section, whose fields alone are described.
+    """
+    return "\n".join(_lines(section, prefix, within)).lstrip("\n")
 
 
-def _lines(section: type[Section], prefix: str) -> Iterator[str]:
+def _lines(section: type[Section], prefix: str, within: str) -> Iterator[str]:
     for key, info in fields_of(section, prefix).items():
+        if within and not f"{key}.".startswith(f"{within}."):
+            continue
         meaning = " ".join((info.description or "").split())
         if section_in(info.annotation):
             yield f"\n{key}{' (a list)' if get_origin(info.annotation) is list else ''}: {meaning}"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -261,17 +262,22 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
         if cause is not None:
             yield Problem(key, str(cause))
         elif detail["type"] == "extra_forbidden":
-            yield Problem(key, _unknown_key(field_key, fields))
+            yield Problem(key, unknown_key(field_key, fields))
         elif detail["type"] == "missing":
             meaning = fields[field_key].description if field_key in fields else None
             yield Problem(key, f"is missing ({meaning.splitlines()[0]})" if meaning else "is missing")
         else:
             key = _key_in(data, detail["loc"])
-            expected = EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", detail["msg"])
-            mismatches.setdefault(key, []).append(expected)
+            mismatches.setdefault(key, []).append(expectation(detail))
             shown[key] = _show(detail["input"])
     for key, alternatives in mismatches.items():
         yield Problem(key, f"{' or '.join(dict.fromkeys(alternatives))}, found {shown[key]}{HINTS.get(key, '')}")
+
+
+def expectation(detail: ErrorDetails) -> str:
+    """What pydantic (or typer, of a choice) expects of a value: the words of `EXPECTED`, or its own from "should"."""
+    own = re.sub(r"^Value error, .* is not (?=one of )", "should be ", detail["msg"]).rstrip(".")
+    return EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", own)
 
 
 def _key_in(data: Any, location: Sequence[Any]) -> str:
@@ -299,7 +305,7 @@ def keys_named(name: str) -> list[str]:
     return sorted(named, key=lambda key: key.startswith(OTHER_MODELS))[:2]
 
 
-def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
+def unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
     """Name the key that replaces another trainer's, the nearest key of the section, or the section with this key."""
     if key in ABSENT:
         return ABSENT[key]
@@ -310,7 +316,8 @@ def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
     if meant:
         return f"unknown key, of another trainer: {meant}"
     known = [inner for outer, _, inner in (field_key.rpartition(".") for field_key in fields) if outer == section]
-    elsewhere = [field_key for field_key in fields if field_key.rpartition(".")[2] == name]
+    home = key.partition(".")[0] if f"{section}.options" in fields else ""  # else it is meant for these options
+    elsewhere = [other for other in fields if other.rpartition(".")[2] == name and other.startswith(home)]
     if elsewhere:
         return f"unknown key, did you mean `{min(elsewhere, key=lambda other: other.startswith(OTHER_MODELS))}`?"
     if near := suggestion(name, known, cutoff=MIN_LIKENESS):

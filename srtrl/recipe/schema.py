@@ -438,6 +438,11 @@ class Recipe(Section):
         return {option: path for option, path in paths.items() if path is not None}
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with the model that the run began with: the weight of the KL term is not 0."""
+        return self.algorithm.kl.coefficient > 0
+
+    @property
     def importance_mode(self) -> str:
         """The mode of the importance weights, `none` for no weights."""
         algorithm = self.algorithm

@@ -69,13 +69,14 @@ class Line:
 
 
 SPEED = "Speed and speculation"
+DECODE_TIMES = [f"engine/{part}_seconds" for part in ("schedule", "drafting", "forward", "sample")]
 CHARTS = {
     "Learning": (
         Chart(
             "Reward",
             "reward",
             ["reward/*", "eval/reward", "eval/reward/*"],
-            "Each reward function before its weight; mean and eval/reward are weighted sums.",
+            "Each reward before its weight; mean and eval/reward are weighted sums.",
         ),
         Chart(
             "Accuracy",
@@ -92,21 +93,14 @@ CHARTS = {
             "Drawn, kept by the filters; of these, all samples correct or all wrong.",
         ),
         Chart(
-            "Groups with equal rewards", "share of samples", ["groups/zero_advantage_share"], "They have no gradient."
+            "Groups with equal rewards", "share of groups", ["groups/zero_advantage_share"], "They have no gradient."
         ),
         Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Left out."),
     ),
     "Turns and tools": (
         Chart("Turns", "turns of a sample", ["environment/turns_*"]),
-        Chart(
-            "Tool calls",
-            "share",
-            ["environment/*call_share"],
-            "Share of samples with a call, and of calls that could be run.",
-        ),
-        Chart("Held-out tool calls", "share", ["eval/environment/*call_share"], "The same, on held-out problems."),
+        Chart("Tool calls", "share", ["environment/*call_share", "eval/environment/*call_share"]),
         Chart("How calls ended", "calls", ["environment/outcome_*"], "ok, or a kind of error."),
-        Chart("Void turns", "turns", ["environment/void_turns"], "Neither a call nor an answer."),
         Chart("Why samples ended", "share of samples", ["environment/stop_*"], "answered: by the policy."),
         Chart("Tokens by kind", "tokens", ["tokens/model", "tokens/observation", "tokens/boundary"], "Of responses."),
         Chart("Time of tools", "seconds", ["engine/tool_seconds_*", "time/tools"], "time/tools: nothing decoded."),
@@ -136,26 +130,20 @@ CHARTS = {
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),
         Chart("Speed of the update", "tokens per second", ["time/update_tokens_per_second"]),
         Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "Compilation is left out."),
-        Chart(
-            "Decode time",
-            "seconds",
-            [f"engine/{part}_seconds" for part in ("schedule", "drafting", "forward", "sample")],
-            "drafting: only drafts need it.",
-        ),
+        Chart("Decode time", "seconds", DECODE_TIMES, "drafting: only drafts need it."),
         Chart("Decode steps", "steps", ["engine/decode_steps"], includes=(0.0,)),
         Chart(
             "Tokens per decode step",
             "tokens of a sequence",
             ["engine/*_per_decode_step"],
-            "New tokens of a sample in each forward pass: 1 without drafts.",
+            "Of a sample in a forward pass; 1 without drafts.",
         ),
         Chart(
             "Acceptance by depth",
-            "share",
+            "share of drafts",
             ["engine/acceptance_depth_[1248]"],
-            "Share of drafts of which at least 1, 2, 4, 8 tokens were accepted.",
+            "Drafts of which at least 1, 2, 4, 8 tokens were accepted.",
         ),
-        Chart("Drafts", "share", ["engine/drafted_steps_share"], "Share of decode steps in which tokens were drafted."),
         Chart(
             "Run-ahead",
             "tokens",

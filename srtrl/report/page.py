@@ -5,7 +5,6 @@ import sys
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.files import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
+from srtrl.report.decoded_response import DecodedResponse, decoded_response, read_history, text_decoder
 from srtrl.report.rollouts import read_samples, token_rewards_text
-from srtrl.report.runs import Run, check_figures, read_run, steps_by_prompt
-from srtrl.report.trie_view import DecodedResponse, decoded_response, read_history, text_decoder
+from srtrl.report.runs import Run, read_run
 from srtrl.run.machine import read_machines
 from srtrl.run.step_metrics import MANY_TRUNCATED, TIME, headline, longest_stages, run_figures
 
@@ -40,7 +39,6 @@ def write_report(folder: Path) -> Path:
         ValueError: `folder` is not a run's folder, nothing has been logged yet, or `report.html` is not a report.
     """
     run, path = read_run(folder), folder / "report.html"
-    check_figures(run)
     check_output("report", path, MARK)
     write_atomic(path, render(run))
     return path
@@ -67,7 +65,6 @@ def render(run: Run) -> str:
         decoded=_decoded(run),
         figures=[(name, figure) for name, figure in figures.items() if name != TIME],
         stages=[(name, seconds) for name, seconds in longest_stages(run.rows) if seconds > 0],
-        over_time=_over_time(run),
         notices=list(_notices(run)),
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
         run_folder=run.folder,
@@ -122,25 +119,6 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most `MAX_POINTS` of them, of four digits."""
     every = -(-len(points) // MAX_POINTS)
     return [(step, float(f"{value:.4g}")) for step, value in points[::every]]
-
-
-def _over_time(run: Run) -> list[tuple[int, str, dict[str, Any]]]:
-    """A prompt at the first, the middle and the last step that sampled it: step, what its group was, a sample.
-
-    It is the prompt with the most steps; nothing where each has one.
-    """
-    steps_of = steps_by_prompt(run.rollout_files)
-    prompt_id = max(steps_of, key=lambda name: len(steps_of[name]), default="")
-    steps = steps_of.get(prompt_id, [])
-    if len(steps) < 2:
-        return []
-    shown = []
-    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        samples = [sample for sample in read_samples(run, step=step) if sample["prompt_id"] == prompt_id]
-        shown.append(
-            (step, f"mean reward {fmean(sample['reward'] for sample in samples):.2f} of {len(samples)}", samples[0])
-        )
-    return shown
 
 
 def _decoded(run: Run) -> DecodedResponse | None:

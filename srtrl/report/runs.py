@@ -1,9 +1,7 @@
-"""The folder of a run, finished or not, as `srtrl report`, `srtrl compare` and `srtrl trie` read it."""
+"""The folder of a run, finished or not, as `srtrl report` and `srtrl compare` read it."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,6 @@ from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import suggestion
-from srtrl.run.columns import column_type
 from srtrl.run.steps import step_of
 
 if TYPE_CHECKING:
@@ -21,12 +18,7 @@ SHOWN = {
     *("prompt_id", "draw_index", "sample_index", "prompt", "prompt_token_ids", "token_ids", "text"),
     *("reward", "outcome", "finish_reason"),
 }
-"""Columns of the rollouts that a reader needs, without nulls."""
-FIGURES = (
-    *("reward/mean", "data/epoch", "time/step"),
-    *("engine/tokens", "engine/decode_steps", "engine/tokens_per_decode_step"),
-)
-"""Metrics that the row of each training step has."""
+"""Columns of the rollouts that a reader needs."""
 NUM_LISTED = 8
 """How many prompts or steps a message lists."""
 
@@ -77,18 +69,6 @@ def read_run(folder: Path) -> Run:
     if not rows:
         raise ValueError(f"{metrics_file} has no complete row yet: there is nothing to show before the first step ends")
     return Run(folder=folder, recipe=load_recipe(recipe_file), rows=rows)
-
-
-def check_figures(run: Run) -> None:
-    """Refuse rows of `metrics.jsonl` that lack what the figures of a run are made of; `ValueError` names it."""
-    for row in run.rows:
-        needed = [*FIGURES] if row["step"] > 0 else []
-        if figure := next((name for name in ("eval/accuracy", "eval/reward") if name in row), None):
-            needed += [f"{figure}_low", f"{figure}_high", "eval/num_problems", "eval/num_samples"]
-        if missing := [name for name in needed if not isfinite(row.get(name, inf))]:
-            raise ValueError(
-                f"{run.folder / 'metrics.jsonl'}: expected a number `{missing[0]}` in the row of step {row['step']:.0f}"
-            )
 
 
 def find_rollouts(run: Run, step: int | None = None, prompt_id: str | None = None) -> dict[int, Path]:
@@ -147,20 +127,8 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id
             if missing := needed - {*file.schema_arrow.names}:
                 raise pyarrow.ArrowInvalid(f"no column {', '.join(sorted(missing))}")
             table = file.read(columns=columns)
-        if not len(table):
-            raise pyarrow.ArrowInvalid("there are no rows")
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            if (expected := column_type(name)) is not None and _kind(column.type) not in ("null", _kind(expected)):
-                raise pyarrow.ArrowInvalid(f"{name} is a column of {column.type}, expected {expected}")
-            if column.null_count and name in SHOWN:
-                raise pyarrow.ArrowInvalid(f"{name} is null in {column.null_count} of {len(table)} rows")
         if prompt_id is not None:
             table = table.filter(pyarrow.array([name == prompt_id for name in table["prompt_id"].to_pylist()], "bool"))
         return table
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot read these rollouts: {str(error).partition(chr(10))[0]}") from error
-
-
-def _kind(data_type: "pyarrow.DataType") -> str:
-    """A type of a column without its widths."""
-    return re.sub(r"\d+|element: |item: |large_", "", str(data_type)).replace("double", "float")

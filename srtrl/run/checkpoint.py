@@ -178,8 +178,8 @@ def digest_prompts(prompts: Iterable[Prompt], checkpoint: Path | None) -> str:
     return digest.hexdigest()
 
 
-def digest_models(recipe: Recipe, checkpoint: Path | None) -> tuple[str, str]:
-    """SHA-256 of `model.path` and of `algorithm.teacher.path`, which a run needs beside its checkpoints.
+def digest_models(recipe: Recipe, checkpoint: Path | None) -> dict[str, str]:
+    """SHA-256 of `model.path` and of `algorithm.teacher.path`, which a run needs beside its checkpoints: see the state.
 
     A resume uses the model that the run began with as the reference, and as what LoRA adapts; otherwise, its digest is
     what the checkpoint has.
@@ -189,11 +189,11 @@ def digest_models(recipe: Recipe, checkpoint: Path | None) -> tuple[str, str]:
     """
     state, teacher = None if checkpoint is None else read_state(checkpoint), recipe.algorithm.teacher
     model_sha256, teacher_sha256 = ("", "") if state is None else (state.model_sha256, state.teacher_sha256)
-    if state is None or recipe.model.lora is not None or recipe.algorithm.kl.coefficient > 0:
+    if state is None or recipe.model.lora is not None or recipe.has_reference:
         model_sha256 = _digest_model("model.path", recipe.model.path, model_sha256, checkpoint)
     if teacher is not None:
         teacher_sha256 = _digest_model("algorithm.teacher.path", teacher.path, teacher_sha256, checkpoint)
-    return model_sha256, teacher_sha256
+    return {"model_sha256": model_sha256, "teacher_sha256": teacher_sha256}
 
 
 def _digest_model(option: str, path: str, known: str, checkpoint: Path | None) -> str:
@@ -320,28 +320,18 @@ class PolicyFiles:
     tokenizer: PreTrainedTokenizerBase
     end_ids: Sequence[int]
     """Token ids that end a response."""
+    dtype: torch.dtype | None = None
+    """Of the files; by default the model's."""
 
     def save(self, folder: Path) -> None:
-        """See `Part`."""
-        save_policy(folder, model=self.model, tokenizer=self.tokenizer, end_ids=self.end_ids)
+        """Write weights, config, tokenizer and end tokens."""
+        save_model(self.model, folder, tokenizer=self.tokenizer, dtype=self.dtype)
+        generation = dict(self.model.config.hf_generation_config or {"pad_token_id": self.tokenizer.pad_token_id})
+        generation["eos_token_id"] = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids)
+        write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
         """See `Part`."""
-
-
-def save_policy(
-    folder: Path,
-    *,
-    model: Transformer,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write weights, config, tokenizer and end tokens: a folder that srtrl and `transformers` load."""
-    save_model(model, folder, tokenizer=tokenizer, dtype=dtype)
-    generation = dict(model.config.hf_generation_config or {"pad_token_id": tokenizer.pad_token_id})
-    generation["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else list(end_ids)
-    write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
 
 def read_state(checkpoint: Path) -> TrainerState:

@@ -45,12 +45,12 @@ VERSION_COLUMNS = {"policy_versions": "list<int32>"}
 """Further column where earlier policies sampled tokens: the version of each token; null where all are of the last."""
 
 
-def column_type(name: str) -> pyarrow.DataType | None:
-    """The type of a column of the rollouts; None for a name that srtrl does not write."""
+def column_type(name: str) -> pyarrow.DataType:
+    """The type of a column of the rollouts."""
     import pyarrow
 
     columns = ROLLOUT_COLUMNS | TURN_COLUMNS | TOKEN_COLUMNS | VERSION_COLUMNS
-    kind = columns.get(name, "float" if name.startswith("reward_") else "")
+    kind = columns.get(name, "float")  # a reward
     if kind.startswith("list<"):
         return pyarrow.list_(pyarrow.type_for_alias(kind[len("list<") : -1]))
-    return pyarrow.type_for_alias(kind) if kind else None
+    return pyarrow.type_for_alias(kind)

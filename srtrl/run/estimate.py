@@ -144,12 +144,11 @@ class StepTime:
 
     def update_seconds(self) -> float:
         """Seconds of all passes over a batch, with the messages between GPUs; those of fsdp2 hide behind the passes."""
-        train, rollout, algorithm = self.recipe.train, self.recipe.rollout, self.recipe.algorithm
+        train, rollout, has_reference = self.recipe.train, self.recipe.rollout, self.recipe.has_reference
         num_tokens = rollout.num_prompts * (rollout.num_samples * rollout.max_new_tokens + rollout.max_prompt_tokens)
         num_updates = self.recipe.policy_updates.steps_per_batch
         num_passes = ceil(num_tokens * train.num_epochs / num_updates / train.micro_batch_tokens)
         mine = ceil(num_passes / self.num_gpus)
-        has_reference = algorithm.kl.coefficient > 0
         operations = 6 * train.num_epochs * (1 if self.recipe.critic is None else 2) + 2 * has_reference
         operations = operations * self.num_weights + 2 * self.teacher_weights
         seconds = mine / num_passes * self._seconds(operations * num_tokens, self.device.update)

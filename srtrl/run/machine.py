@@ -6,7 +6,6 @@ import datetime
 import os
 import platform
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from srtrl.recipe.schema import Recipe
 
 MACHINE_FILE = "machine.txt"
-CPU_PART = re.compile(r", \d+ cores?(?:, MKL_CBWR=(\S*))?, torch ")
-"""End of a line about a processor, with the variable that decides how torch's products are rounded."""
 
 
 def choose_device(recipe: Recipe) -> torch.device:
@@ -68,21 +65,14 @@ def describe_machine(device: torch.device, dtype: str = "float32") -> str:
     return f"{name}, torch {torch.__version__}, srtrl {__version__}, {date}"
 
 
-def add_machine(folder: Path, machine: str) -> list[str]:
-    """Add a line to the run's file; returns one for the console where products may be rounded in another way now."""
-    lines = (*_read_lines(folder)[-1:], machine)
+def add_machine(folder: Path, machine: str) -> None:
+    """Add a line to the run's file."""
     with (folder / MACHINE_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{machine}\n")
-    values = [part[1] or "nothing" for part in map(CPU_PART.search, lines) if part]
-    changes = [(old, new) for old, new in pairwise(values) if old != new]
-    return [f"MKL_CBWR: the run has {old}, now {new}: float32 may be rounded differently" for old, new in changes]
 
 
 def read_machines(folder: Path) -> list[str]:
-    """The different lines of the run's file; none of a run of an earlier version."""
-    return list(dict.fromkeys(_read_lines(folder)))
-
-
-def _read_lines(folder: Path) -> list[str]:
+    """The different lines of the run's file; none where it is not there."""
     file = folder / MACHINE_FILE
-    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    return list(dict.fromkeys(lines))

@@ -38,8 +38,8 @@ MEAN_REWARD = f"rewards here are means of up to {STEPS_OF_REWARD} steps; each st
 SECONDS_PER_LINE = 2.0
 """Steps that follow a line within this time have none, but the last one and those with a notice."""
 
-WIDTH = 78
-"""Longest line."""
+WIDTH, LOG_WIDTH = 78, 100
+"""Longest line; with the time left, which stands in no terminal's line, one of all parts is a little longer."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -102,8 +102,9 @@ class RunProgress:
             if self.console.encoding.startswith("utf"):
                 start += sparkline(means, min(STEPS_OF_REWARD, WIDTH - len(start) - len(end) - 2))
             start = f"{start.rstrip()}  "
+        width = WIDTH if self.console.is_terminal else LOG_WIDTH
         for words, indent in ((start + end, ""), (notice, "  "), (explanation, "  ")):
-            for line in wrap(words, WIDTH, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False):
+            for line in wrap(words, width, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False):
                 self.say(line)
 
     def _time_left(self) -> str:

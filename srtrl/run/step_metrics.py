@@ -94,7 +94,6 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics = {
         "environment/turns_mean": fmean(talk.num_turns for talk in talks),
         "environment/turns_max": max(talk.num_turns for talk in talks),
-        "environment/void_turns": sum(talk.num_void_turns for talk in talks),
         "environment/call_share": fmean(bool(talk.outcomes) for talk in talks),
         "environment/calls": num_calls,
         **{f"environment/outcome_{name}": count for name, count in sorted(outcomes.items())},

@@ -98,11 +98,6 @@ def extract_answer(text: str, *, answer_in_thought: bool = False) -> str | None:
     return _formula(marked) or _stated(marked) or _last_value(marked) or tidy(marked) or None
 
 
-def states_answer(text: str) -> bool:
-    r"""Whether a text marks an answer: in a box, after `####` or `Answer:`, or in `<answer>` tags."""
-    return marked_answer(text) is not None or last_boxed(text) is not None
-
-
 def marked_answer(text: str) -> str | None:
     """The part of a text that is marked as its answer and excludes all others, or None.
 

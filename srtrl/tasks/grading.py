@@ -110,14 +110,9 @@ class Grader:
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self._names = [f"reward `{reward.name}`" for reward in self._awaited]
         self._stack = ExitStack()
-        named = [(section.name, reward) for section, reward in zip(rewards, self._rewards, strict=True)]
-        self.serial_rewards = [
-            name for name, it in named if ":" in name and not (it.isolated or it.batched or it.awaited)
-        ]
-        """Rewards of the user that are called for one sample after the other."""
 
-    def task_metrics(self, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup] | None) -> dict[str, float]:
-        """Metrics of each task of a mixture, of a training step or (without `kept`) an evaluation; else none."""
+    def by_task(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+        """Groups by the label of their task, of a mixture; else nothing."""
         return {}
 
     def __enter__(self) -> Self:

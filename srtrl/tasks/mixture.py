@@ -12,7 +12,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, chain, zip_longest
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, field_validator
@@ -112,7 +111,6 @@ class MixedGrader(Grader):
         self._rewards = [reward for grader in graders for reward in grader._rewards]
         self._awaited = [reward for reward in self._rewards if reward.awaited]
         self.computes_here = any(grader.computes_here for grader in graders)
-        self.serial_rewards = list(dict.fromkeys(chain(*(grader.serial_rewards for grader in graders))))
 
     def __enter__(self) -> Self:
         for grader in self._graders.values():
@@ -142,20 +140,10 @@ class MixedGrader(Grader):
         for part, grader in zip(self._mixture.first_prompts, self._graders.values(), strict=True):
             grader.try_rewards(part, num_samples)
 
-    def task_metrics(self, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup] | None) -> dict[str, float]:
-        """The metrics of each task that has groups: of a training step, or without `kept` of an evaluation."""
-        metrics: dict[str, float] = {}
-        for label in {label_of(group.prompt): None for group in groups}:
-            grades = [it.grade for group in groups if label_of(group.prompt) == label for it in group.rollouts]
-            accuracy = fmean(grade.outcome == "correct" for grade in grades)
-            reward = fmean([grade.reward for grade in grades if grade.is_graded] or [0.0])
-            if kept is None:
-                metrics |= {f"eval/accuracy/{label}": accuracy, f"eval/reward/{label}": reward}
-            else:
-                num_kept = sum(label_of(group.prompt) == label for group in kept)
-                metrics |= {f"accuracy/{label}": accuracy, f"reward/mean/{label}": reward}
-                metrics[f"groups/kept/{label}"] = num_kept
-        return metrics
+    def by_task(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+        """The groups of each task that has some."""
+        labels = dict.fromkeys(label_of(group.prompt) for group in groups)
+        return {label: [group for group in groups if label_of(group.prompt) == label] for label in labels}
 
 
 def _judged_by_its_task(text: str, answer: str, /) -> bool:

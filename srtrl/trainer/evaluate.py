@@ -68,7 +68,10 @@ def evaluate(
     seconds = sum(timer.take().values())
     context.take_engine_metrics()  # of evaluation: the next training step must not report them
     metrics = eval_metrics(groups, seconds, context.grader.outcomes)
-    return groups, metrics | context.grader.task_metrics(groups, None)
+    for label, some in context.grader.by_task(groups).items():
+        of_task = eval_metrics(some, seconds, context.grader.outcomes)
+        metrics |= {f"{name}/{label}": of_task[name] for name in ("eval/accuracy", "eval/reward")}
+    return groups, metrics
 
 
 def eval_metrics(

@@ -122,7 +122,7 @@ class Sampler:
         num_short = max(0, self.num_wanted - len(rollouts.kept)) if rollout.dynamic_sampling else 0
         metrics = {
             **rollout_metrics(rollouts, context.grader.outcomes),
-            **context.grader.task_metrics(rollouts.groups, rollouts.kept),
+            **task_metrics(rollouts, context.grader),
             **epochs,
             "groups/short": num_short,
             "tokens/unknown": context.count_unknown(rollouts),
@@ -174,6 +174,16 @@ class Sampler:
             end = min(end, self.num_draws + self.max_draws)
         if chosen := engine.run_ahead.choose(range(opened.stop, end)):
             engine.add_run_aheads(collector.requests(self.draws(chosen)))
+
+
+def task_metrics(rollouts: StepRollouts, grader: Grader) -> dict[str, float]:
+    """Some of a step's metrics for each task of a mixture."""
+    metrics: dict[str, float] = {}
+    kept = grader.by_task(rollouts.kept)
+    for label, groups in grader.by_task(rollouts.groups).items():
+        of_task = rollout_metrics(StepRollouts(groups=groups, kept=kept.get(label, [])))
+        metrics |= {f"{name}/{label}": of_task[name] for name in ("accuracy", "reward/mean", "groups/kept")}
+    return metrics
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:

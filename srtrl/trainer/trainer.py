@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -77,12 +77,8 @@ class Parts:
     policy: PolicyLearner
     saved: list[Part]
     """Parts of a checkpoint beside the learners and the sampler."""
-    prompts_sha256: str
-    """See `digest_prompts`."""
-    model_sha256: str
-    """See `digest_models`."""
-    teacher_sha256: str
-    """See `digest_models`."""
+    digests: dict[str, Any]
+    """Those of prompts and models in the state of the run (`TrainerState`)."""
     flags: StartFlags
     """How the run begins."""
     checkpoint: Path | None
@@ -131,10 +127,8 @@ class Trainer:
         """Training steps done."""
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the current step."""
-        self._has_said_slow_rewards = False
         self._num_idle = 0
         """The last steps in a row that had no gradient, of this process."""
-        self.changes = [*parts.changes]
         self.trackers: list[GeneralTracker] = []
         """On rank 0 only."""
 
@@ -177,8 +171,7 @@ class Trainer:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         self.trackers = start_trackers(self.recipe, step=self.step)
         run.begin(self.recipe)
-        machine = describe_machine(self.parts.policy.model.device, self.recipe.model.dtype)
-        self.changes += add_machine(run.path, machine)
+        add_machine(run.path, describe_machine(self.parts.policy.model.device, self.recipe.model.dtype))
         return run
 
     def _say_start(self) -> None:
@@ -192,7 +185,7 @@ class Trainer:
         counts = ", ".join(f"{name} {count:,}" for name, count in report.items())
         say(f"task {self.recipe.task.name}: {counts}")
         say(describe_prompt(self.context.started(prompts[0]), self.context.tokenizer))
-        for change in self.changes:
+        for change in self.parts.changes:
             say(f"resuming: {change}")
         if resume and self.parts.checkpoint is None:
             say(f"resuming: {shown_path(self.run.path)} has no checkpoint, starting from step 0")
@@ -210,9 +203,7 @@ class Trainer:
             step=self.step,
             policy_version=self.context.engine.policy_version,
             num_draws=self.parts.sampler.num_draws,
-            prompts_sha256=self.parts.prompts_sha256,
-            model_sha256=self.parts.model_sha256,
-            teacher_sha256=self.parts.teacher_sha256,
+            **self.parts.digests,
         )
 
     def restore(self, checkpoint: Path) -> None:
@@ -322,7 +313,6 @@ class Trainer:
         self.progress.step(self.step, describe_step(row), reward=reward, notice=notice)
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
-        self._say_slow_rewards(row)
         if ranks.is_main():
             log_samples(self.trackers, self.step, rollouts.groups, credit.advantages)
         return row
@@ -339,16 +329,6 @@ class Trainer:
                 )
             if returned:
                 self._write_row({f"user/{name}": value for name, value in returned.items()})
-
-    def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
-        """Once: a notice where rewards that are called for one sample after the other take most of a step."""
-        seconds, names = row.get("time/grading", 0.0), self.context.grader.serial_rewards
-        if names and not self._has_said_slow_rewards and seconds > max(1.0, row["time/step"] / 2):
-            self._has_said_slow_rewards = True
-            self.progress.say(
-                f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)}, one sample at a time. "
-                "Faster: `async def`, `@batched` or `@isolated` (docs/extending.md#a-reward)"
-            )
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint where the recipe wants one, of the best step, of the last, and when the run is to end."""

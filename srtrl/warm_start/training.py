@@ -26,7 +26,7 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
-from srtrl.run.checkpoint import save_policy
+from srtrl.run.checkpoint import PolicyFiles
 from srtrl.run.estimate import count_weights
 from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
@@ -134,7 +134,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
         ids = sorted({int(tokenizer.eos_token_id), *end_ids})
         with new_folder(output) as temporary:
             dtype = build_models.DTYPES[section.save_dtype]
-            save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=ids, dtype=dtype)
+            PolicyFiles(model=model, tokenizer=tokenizer, end_ids=ids, dtype=dtype).save(temporary)
 
     ranks.on_main(save, "saving the policy")
     progress.say(f"saved {section.output}: loss {losses[-1]:.4f}")
