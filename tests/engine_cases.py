@@ -131,12 +131,9 @@ def decode(
     requests: Sequence[Request],
     *,
     run_ahead: Sequence[Request] = (),
-    before_step: Callable[[], bool | None] = lambda: None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> Completions:
-    """A rollout, with integrity checked before every step; nothing is left after it.
-
-    `before_step` may add requests; where it returns True, run-aheads are decoded without any sample.
-    """
+    """A rollout, with integrity checked before every step; nothing is left after it. `before_step` may add requests."""
     completions: Completions = {}
     with engine.rollout("train"):
         for request in requests:
@@ -144,7 +141,8 @@ def decode(
         engine.add_run_aheads(run_ahead)
         while True:
             check_pages(engine.scheduler)
-            if not (before_step() and engine.run_ahead.has_work) and not engine.has_work:
+            before_step()
+            if not engine.has_work:
                 break
             for completion in engine.step():
                 key = completion.request.draw_index, completion.request.sample_index

@@ -18,7 +18,6 @@ import bench_rollout
 from bench_rollout import (
     alternate,
     compare_pairs,
-    generated_prompts,
 )
 
 NAMES = ("none", REPEATER)
@@ -71,13 +70,6 @@ def test_the_script_compares_drafters_on_a_trace(
     monkeypatch.setattr(sys, "argv", [*generated, "--history", "1"])
     with pytest.raises(ValueError, match="--history: expected a share of at least 0 and below 1, found 1"):
         bench_rollout.main()
-
-
-def test_generated_rollouts_repeat_each_other() -> None:
-    first = generated_prompts(max_tokens=64, vocab_size=1000)[0].samples
-    assert max(len(sample.tokens) for sample in first) <= 64
-    begins = [tuple(sample.tokens[:4].tolist()) for sample in first]
-    assert 1 < len(set(begins)) < len(begins)
 
 
 def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_count() -> None:

@@ -314,6 +314,18 @@ def test_srt_drafts_from_running_siblings() -> None:
     assert run(drafter, request(), TEXT) > 40
 
 
+def test_nodes_that_the_step_has_no_rows_for_are_not_made() -> None:
+    drafter = SrtDrafter()
+    for token in (8, 8, 9):
+        run(drafter, request(), [3, 7, token])
+    start(drafter, {0: request()})
+    (whole,) = propose(drafter, [0], 32)
+    (part,) = propose(drafter, [0], 32, 0.2)
+    assert part.token_ids.tolist() == [3, 7, 8]
+    assert set(part.token_ids.tolist()) < set(whole.token_ids.tolist())
+    np.testing.assert_allclose(part.scores, whole.scores[:3], atol=0.25 * 0.2)
+
+
 def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() -> None:
     """Tokens of live samples stay, and drafts find them as before."""
     drafter, roomy = (

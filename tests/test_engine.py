@@ -191,27 +191,6 @@ def test_consumers_may_stop_early_add_late_and_not_generate_twice(policy: Transf
     assert outputs(decode(engine, requests_for())) == expected
 
 
-def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer) -> None:
-    drafter = FakeDrafter()
-    engine = Engine(policy, options(), drafter=drafter, run_ahead=partial(RunAhead, max_slowdown=0.01))
-    sample, *others = requests_for()
-    had_work: list[bool] = []
-
-    def before_step() -> bool:
-        had_work.append(engine.has_work)
-        return len(had_work) < 60
-
-    completions = decode(engine, [sample], run_ahead=others, before_step=before_step)
-    assert list(completions) == [(0, 0)]
-    num_alone = had_work.count(False)
-    assert had_work == [True] * (len(had_work) - num_alone) + [False] * num_alone
-    assert len(had_work) < 60, "run-aheads end, too"
-    expected = outputs(decode(Engine(policy, options()), others))
-    assert {key: drafter.said[one.rng_key] for key, one in zip(expected, others, strict=True)} == {
-        key: token_ids for key, (token_ids, *_) in expected.items()
-    }
-
-
 def test_the_cost_is_measured_where_something_depends_on_it(policy: Transformer) -> None:
     for budget, run_ahead, is_known in (
         ("auto", None, True),

@@ -129,21 +129,17 @@ def stub_create_dataset(name: str, *, seed: int, size: int, max_terms: int) -> S
     return Sums({"question": f"{index} + 1 =", "answer": str(index + 1), "metadata": {}} for index in range(size))
 
 
-@pytest.mark.parametrize("package", ["stub", "real"])
-def test_problems_of_reasoning_gym_are_judged_by_its_verifiers(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if package == "stub":
-        gym, utils = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.utils")
-        gym.create_dataset = stub_create_dataset  # type: ignore[attr-defined]
-        utils.extract_answer = lambda text: text.partition("<answer>")[2].partition("<")[0] or None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
-        monkeypatch.setitem(sys.modules, "reasoning_gym.utils", utils)
-    else:
-        pytest.importorskip("reasoning_gym")
+def test_problems_of_reasoning_gym_are_judged_by_its_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package."""
+    gym, utils = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.utils")
+    gym.create_dataset = stub_create_dataset  # type: ignore[attr-defined]
+    utils.extract_answer = lambda text: text.partition("<answer>")[2].partition("<")[0] or None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", utils)
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.delitem(sys.modules, "reasoning", raising=False)
     example = import_module("reasoning")
-    difficulty = {"max_terms": 2} if package == "stub" else {"max_terms": 2, "max_digits": 1}
-    options = example.ReasoningOptions(dataset="chain_sum", difficulty=difficulty, num_train=5, num_eval=3)
+    options = example.ReasoningOptions(dataset="chain_sum", difficulty={"max_terms": 2}, num_train=5, num_eval=3)
     task = example.Task(options, tokenizer=load_tokenizer("bundled:tiny"), max_prompt_tokens=400)
     assert [len(task.train_prompts), len(task.eval_prompts)] == [5, 3]
     assert len({prompt.prompt_id for prompt in (*task.train_prompts, *task.eval_prompts)}) == 8

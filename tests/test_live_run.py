@@ -124,7 +124,6 @@ BAD: list[tuple[Any, str]] = [
     (lambda *_: {"mine": float("nan")}, "metric user/mine must be a finite number, found nan"),
     (lambda *_: {"mine": "good"}, "metric user/mine must be a finite number, found 'good'"),
     (lambda step, metrics, run: run.generate("1+1="), "prompts: expected a list of texts, found one text"),
-    (lambda step, metrics, run: run.generate([]), "prompts: expected at least one"),
     (lambda step, metrics, run: run.generate(["1" * 99]), "tokens, and rollout.max_prompt_tokens is 48"),
     (lambda step, metrics, run: run.generate(["1"], num_samples=0), "run.generate.num_samples: should be greater than"),
     (lambda step, metrics, run: run.generate(["1"], temperature=-1), "run.generate.temperature: should be greater"),

@@ -27,7 +27,7 @@ from srtrl.planner import find_config, plan_memory
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import LoraSection, ModelSection
-from srtrl.run.estimate import GPUS, StepTime, count_weights, find_gpu
+from srtrl.run.estimate import GPUS, StepTime, count_weights
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.passes import UpdateContext, fill
 
@@ -229,12 +229,6 @@ def test_a_step_is_what_the_curves_say() -> None:
     faster = replace(sharded, device=GPUS["b200"])
     assert faster.update_seconds() == pytest.approx(2 * 15 / 16 * (3 * 2 + 4) * weights / 50e9)
     assert replace(four, num_gpus=1).update_seconds() == one.update_seconds()
-
-
-def test_a_gpu_is_a_name_or_a_size() -> None:
-    assert find_gpu("h100") == (GPUS["h100"], 79, "--gpu h100")
-    assert find_gpu("24.5") == (GPUS["h200"], 24.5, "--gpu")
-    assert {name: find_gpu(name)[1] for name in GPUS} == {"a100": 79, "h100": 79, "h200": 139, "b200": 178}
 
 
 # --- The simulation ---------------------------------------------------------------------------------------------------

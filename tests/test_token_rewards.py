@@ -145,13 +145,6 @@ def test_a_list_has_a_number_for_each_token_or_is_an_error(function: str, caplog
     assert logged == ["prompt p0:"] * len(WRONG), "each reason once"
 
 
-def test_single_numbers_are_as_before() -> None:
-    with grader_of(section("quarter", weight=3.0)) as grader:
-        [grade] = grades_of(grader, 3)
-    assert grade == Grade(reward=0.75, parts={"quarter": 0.25}, outcome="graded")
-    assert grade.token_rewards is None
-
-
 def test_a_reward_reads_the_texts_of_tokens_also_in_a_worker() -> None:
     with grader_of(section("lines"), section("lines_apart", weight=2.0)) as grader:
         grades = grades_of(grader, len(TOKEN_IDS), len(TOKEN_IDS))
