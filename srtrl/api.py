@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import wraps
 from operator import methodcaller
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -19,7 +20,7 @@ from srtrl.generation import Generated, generate
 from srtrl.live_run import with_live_run
 from srtrl.recipe.file import Overrides, Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import FROM_PYTHON, Caught, is_message
+from srtrl.resolve import FROM_PYTHON, Caught, is_message, is_ours
 from srtrl.run.place import StartFlags, TrainingResult
 from srtrl.tasks.base import NAME_SOME
 from srtrl.trainer.trainer import TrainingStoppedError
@@ -33,7 +34,10 @@ T = TypeVar("T")
 
 
 def with_messages(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function: messages to the user name its arguments, and have no frames of srtrl but this."""
+    """Decorate a function: messages to the user name its arguments, and have no frames of srtrl but this.
+
+    Frames stay where some are the user's own, and with SRTRL_TRACEBACK=1.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,7 +47,9 @@ def with_messages(function: Callable[P, T]) -> Callable[P, T]:
             if not is_message(error):
                 raise
             error.args = (in_python(str(error)),)
-            raise error.with_traceback(None) from None
+            if all(is_ours(frame) for frame in extract_tb(error.__traceback__)):
+                raise error.with_traceback(None) from error.__cause__
+            raise
 
     return call
 

@@ -262,6 +262,8 @@ def show_config(
     or this key.
     """
     if help_fields:
+        if len(overrides or ()) > 1:
+            raise ValueError(f"--help-fields: expected one KEY, found {' '.join(overrides or ())}")
         key = overrides[0] if overrides else str(recipe or "")
         print_fields("" if is_recipe(Path(key)) and key not in fields_of(Recipe) else key)
         return

@@ -180,9 +180,14 @@ def describe_error(error: BaseException) -> str:
 
 def is_message(error: BaseException) -> bool:
     """Whether an error is for the user: of the system, or raised by our code. With SRTRL_TRACEBACK=1 none is."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    is_known = isinstance(error, KeyboardInterrupt | OSError) or raised_in.is_relative_to(Path(__file__).parent)
+    raised_in = traceback.extract_tb(error.__traceback__)[-1]
+    is_known = isinstance(error, KeyboardInterrupt | OSError) or is_ours(raised_in)
     return is_known and os.environ.get("SRTRL_TRACEBACK") != "1"
+
+
+def is_ours(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of our code."""
+    return Path(frame.filename).is_relative_to(Path(__file__).parent)
 
 
 @cache

@@ -69,6 +69,16 @@ def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps() -> None
         assert cost.seconds(2 * MAX_ROWS) == pytest.approx(2 * cost.seconds(MAX_ROWS))
 
 
+@pytest.mark.parametrize("slow", [1, 4])
+def test_a_probe_that_is_disturbed_at_few_rows_says_nothing_of_more(slow: int) -> None:
+    """Steps of fewer rows than sequences never come, so nothing would correct them."""
+    cost = StepCost([1 << power for power in range(12)])
+    cost.probe(lambda rows: (20 if rows <= slow else 1) * (5e-3 + 1e-3 * rows), num_slots=8)
+    for rows in (8, 16, 64):
+        assert cost.seconds(rows) == pytest.approx(5e-3 + 1e-3 * rows)
+    assert (np.diff(cost.table) >= 0).all()
+
+
 def test_stated_points_are_kept_whatever_steps_take() -> None:
     cost = StepCost(points=[(4, 1.0), (8, 2.0), (16, 2.0)])
     for _ in range(100):

@@ -390,17 +390,22 @@ def test_a_gain_is_coloured_and_a_step_without_a_reward_says_so(monkeypatch: pyt
     assert re.findall(r"reward (\S+)", output.getvalue()) == ["0.500", "-", "0.750"]
 
 
+@pytest.mark.parametrize(("is_terminal", "longest"), [(False, 100), (True, 78)])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_no_line_of_a_step_is_longer_than_78_characters_and_its_reward_is_smoothed(encoding: str) -> None:
+def test_lines_of_a_step_have_a_longest_length_and_its_reward_is_smoothed(
+    encoding: str, is_terminal: bool, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
     output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    progress = RunProgress(2000, console=Console(file=output, width=80))
+    progress = RunProgress(2000, console=Console(file=output, width=80, force_terminal=is_terminal))
     text = "accuracy 43.1%  11.70 tokens per decode step  113.7 s (25.9 s compiling)"
     for step in range(1, 101):
         progress.step(step, text, reward=step % 10, notice="word " * 50)
     output.seek(0)
-    lines = output.read().splitlines()
-    assert max(map(len, lines)) <= 78
-    assert lines[-6].startswith("step 100/2000  reward 4.500  accuracy")
+    lines = re.sub(r"\x1b\[[\d;]*m", "", output.read()).splitlines()
+    assert longest - 10 < max(map(len, lines)) <= longest
+    [last] = (line for line in lines if line.startswith("step 100/"))
+    assert last.startswith("step 100/2000  reward 4.500  accuracy")
     assert [len(sparkline([0.5] * 3, width)) for width in range(5)] == [0, 0, 2, 3, 3]
     assert sparkline([*range(8)], 8) == SPARKS
 

@@ -9,6 +9,7 @@ as in drafter.py, so contexts have at most its `MAX_CONTEXT` tokens:
     srtrl replay RUN --drafter suffix:Drafter
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +49,10 @@ class Drafter(SrtRule):
             self.live[-1] = (completion.request.purpose, ()), []
             self.observe(np.array([-1]), *end_to_end([completion.response.token_ids]))
             del self.live[-1]
+
+    def end_step(self) -> None:
+        """Forget each sample's own text."""
+        self.counts = defaultdict(Counter, {key: counts for key, counts in self.counts.items() if key[0][1] == ()})
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
         """Draft for all slots."""

@@ -98,7 +98,8 @@ class StepCost:
 
     def _make_table(self) -> None:
         known = ~np.isnan(self._seconds)
-        rows, seconds = self._edges[known], np.maximum.accumulate(self._seconds[known])
+        # What disturbs a step makes it slower: no step takes longer than one with more rows.
+        rows, seconds = self._edges[known], np.minimum.accumulate(self._seconds[known][::-1])[::-1]
         if rows[-1] < MAX_ROWS:  # beyond the last known bucket as steeply as before it
             slope = seconds[-1] / rows[-1]
             if len(rows) > 1:

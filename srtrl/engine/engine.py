@@ -471,16 +471,15 @@ class Engine:
         """
         if self._is_warm:
             return
-        self._is_warm = True
         self.runner.warm_up(compiles=self._compile_kernels is not None)
         if self._compile_kernels is not None:
             self._compile_kernels(self.drafts)
         slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
-        budgets_drafts = self.control.fixed is None
-        if self.control.cost.is_known or not self.drafts or not (budgets_drafts or self.run_ahead.needs_cost):
-            return
-        self.control.cost.probe(
-            lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
-            num_slots=slots,
-            max_rows=slots * (1 + self.options.max_draft_nodes),
-        )
+        needs_cost = self.drafts and (self.control.fixed is None or self.run_ahead.needs_cost)
+        if needs_cost and not self.control.cost.is_known:
+            self.control.cost.probe(
+                lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
+                num_slots=slots,
+                max_rows=slots * (1 + self.options.max_draft_nodes),
+            )
+        self._is_warm = True

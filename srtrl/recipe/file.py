@@ -61,6 +61,8 @@ EXPECTED = {
     "dict_type": "should be a section (key: value)",
     "model_type": "should be a section (key: value)",
     "list_type": "should be a list",
+    "int_parsing": "should be a whole number",
+    "float_parsing": "should be a number",
 }
 """Types of pydantic errors with messages in terms of Python -> the expectation."""
 
