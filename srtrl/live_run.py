@@ -85,7 +85,7 @@ def with_live_run(on_step: Callable[..., Any]) -> OnStep:
     try:
         inspect.signature(on_step).bind(*range(3))
     except (TypeError, ValueError) as error:  # no function, or one without a signature
-        raise ValueError(f"on_step: expected a function of (step, metrics, run), found {on_step}: {error}") from error
+        raise ValueError(f"on_step: expected a function of (step, metrics, run): {error}") from error
 
     def called(step: int, metrics: Mapping[str, float], trainer: Trainer) -> object:
         context, policy = trainer.context, trainer.parts.policy.model

@@ -115,8 +115,7 @@ def fill(column: Column, sequences: Sequence[TrainSequence], context: UpdateCont
     numbers = torch.cat([part[column.field] for part in passes.all_results]).float().cpu().numpy()  # [R], all in order
     if not np.isfinite(numbers).all():
         raise NonFiniteError(
-            f"step {context.step}: {column.field} ({column.stage}) has a number that is not finite: is that model "
-            "damaged? No weights of this step were changed"
+            f"step {context.step}: {column.field} has a number that is not finite; no weights of this step were changed"
         )
     ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in in_order])
     assert len(numbers) == ends[-1]
