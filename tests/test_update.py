@@ -185,7 +185,7 @@ def test_a_micro_batch_is_made_when_it_is_asked_for() -> None:
 
     draws = count()
     sequences = [sequence(3) for _ in range(5)]
-    batches = pack(sequences, 3, "cpu")
+    batches = pack(sequences, 4, "cpu")
     assert isinstance(batches, Iterator)
     assert len(list(batches)) == 3
     assert list(pack([], 8, "cpu")) == []
