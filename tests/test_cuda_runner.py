@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE  # noqa: F401  with a GPU these tests run on it
 from runner_cases import Samples, cuda_runner, random_trees, runner_policy
@@ -61,6 +61,7 @@ def test_padding_of_rows_is_bounded_and_its_edges_begin_fine_and_grow_coarser() 
     num_chunks=st.integers(0, 3),
     max_keys=st.integers(1, 4224),
 )
+@example([129] * 300, 0, 4224)
 def test_every_step_fits_its_layout_and_is_captured_if_that_is_known(
     rows: list[int], num_chunks: int, max_keys: int
 ) -> None:
@@ -78,6 +79,8 @@ def test_every_step_fits_its_layout_and_is_captured_if_that_is_known(
         assert shape.num_sampled == shape.num_rows
     assert num_elements(launch.fields()) <= num_elements(PLANNER.largest().fields())
     assert shape.num_sampled <= PLANNER.largest().step.num_sampled
+    num_drafts = num_sampled - max(0, len(rows) - num_chunks)
+    assert launch.fields()["moves"][1][0] >= num_drafts, "all of them may be accepted, and move"
     assert launch.num_splits * PLANNER.split_keys(size, launch) >= max_keys
     if num_sampled > 0:  # whatever the lengths of its sequences
         is_small = size.num_rows <= 2048 and size.num_rows - num_sampled <= MAX_SAMPLED_PROMPT_ROWS

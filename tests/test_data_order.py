@@ -112,6 +112,19 @@ def test_the_statistics_are_those_of_the_groups() -> None:
     assert known.wrong_shares.tolist() == pytest.approx([2 / 3, 0])
 
 
+def test_draws_that_other_ranks_have_opened_are_known() -> None:
+    """A rank opens some draws of a step alone; here the first ones of the next epoch, too."""
+    groups = [make_group(draw, ["wrong"] * 2) for draw in range(6)]
+    orders = []
+    for opened in ((0, 2, 5), (1, 3)):
+        orders.append(order := StatisticsOrder("skip_silent", 4, 0))
+        for draw in opened:
+            order.prompt_of(draw)
+        order.observe(groups, 6)
+    first, other = ([order.prompt_of(draw) for draw in range(12)] for order in orders)
+    assert first == other
+
+
 SKIPPING: dict[str, Any] = {
     "task__name": "tiny_run:LuckyTask",
     "task__options__num_train": 8,

@@ -444,6 +444,10 @@ def test_figures_of_a_run_and_its_steps_for_people() -> None:
     assert "training reward, first to last" in headline(run_figures(steps[:1]))
     assert headline(run_figures([])) == {"time of all stages": "0 min 0 s"}
     assert headline(run_figures(rows))["time of all stages"] == "2 h 0 min"
+    for index, name, shown in ((3, "reward/mean", "reward/mean"), (0, "eval/accuracy_low", "accuracy_low")):
+        lost = [{key: value for key, value in row.items() if key != name} for row in rows]
+        with pytest.raises(ValueError, match=f"metrics.jsonl: the row of step [03] has no {shown}"):
+            run_figures([*rows[:index], lost[index], *rows[index + 1 :]])
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(
