@@ -1,4 +1,4 @@
-"""A tokenizer that needs no file, and a task of given rows, for tests of tasks and grading."""
+"""A tokenizer that needs no file, and a task that is its verifier, for tests of tasks and grading."""
 
 import time
 from collections.abc import Callable
@@ -48,20 +48,10 @@ def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> Reward
 
 
 class Rows(TaskBase):
-    """A task of (prompt_id, answer, solution) rows, for what needs its verifier and solutions only."""
+    """A task without rows, for what needs its verifier only."""
 
-    def __init__(self, verifier: Verifier | None, *rows: tuple[str, str, str | None]) -> None:
+    def __init__(self, verifier: Verifier | None) -> None:
         self.verifier = verifier
-        self.eval_prompts = [
-            Prompt(prompt_id=name, text="x", token_ids=(0,), answer=answer) for name, answer, _ in rows
-        ]
-        self._solutions = {name: solution for name, _, solution in rows}
-
-    def solution(self, prompt: Prompt) -> str:
-        solution = self._solutions[prompt.prompt_id]
-        if solution is None:
-            raise ValueError("no solution")
-        return solution
 
 
 def processes_of(command: bytes, parent: int | None = None) -> set[int]:

@@ -134,9 +134,6 @@ class ListsInTrees(DrafterBase):
 
 FILES = {
     "empty.jsonl": "",
-    "texts.jsonl": '{"prompt": "a", "text": "b"}\n',
-    "samples.jsonl": '{"prompt_token_ids": [1], "token_ids": [9999]}\n',
-    "long.jsonl": json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}),
     "rows.jsonl": '{"prompt": "1"}\n{"text": "2"}\n',
     "prompts.jsonl": '{"prompt": "1+1="}\n',
     "flawed.py": FLAWED,

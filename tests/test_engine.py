@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from engine_cases import (
     PROMPTS,
     Completions,
     FakeDrafter,
+    Letters,
     Outputs,
     decode,
     make_request,
@@ -28,10 +30,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from srtrl.drafters.base import Int32Array, Int64Array
-from srtrl.engine import cpu_runner
+from srtrl.engine import cpu_runner, kv_memory
 from srtrl.engine.batch import ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
+from srtrl.engine.kv_memory import GIB, choose_num_pages, free_bytes, kv_bytes
 from srtrl.engine.stats import EngineStats, StageClock
 from srtrl.engine.verify import Verified
 from srtrl.features.run_ahead import RunAhead
@@ -131,6 +134,32 @@ def test_drafts_change_nothing_under_a_window(window: int) -> None:
     assert metrics["engine/verified_per_decode_step"] > 1.3
 
 
+def test_a_sample_ends_at_the_first_stop_string_of_an_accepted_path(policy: Transformer) -> None:
+    """Drafts go on after it, to others."""
+    truth = sequential(policy, requests_for())
+    texts = [Letters().decode(one.response.token_ids.tolist()) for one in truth.values()]
+    requests = requests_for(stop_strings=tuple(text[i : i + 2] for text in texts for i in (2, 3, 4) if text[i + 1 :]))
+    engines = [
+        Engine(policy, options(slots=slots), tokenizer=Letters(), drafter=drafter)
+        for slots, drafter in ((1, None), (4, FakeDrafter(truth)))
+    ]
+    expected, found = (outputs(decode(engine, requests)) for engine in engines)
+    assert found == expected
+    assert {reason for *_, reason in found.values()} == {"stop"}
+    assert engines[1].take_metrics()["engine/acceptance_depth_1"] > 0.5
+
+
+def test_an_end_token_at_the_limit_is_an_end(policy: Transformer) -> None:
+    stopped = [one for one in sequential(policy, requests_for()).values() if one.response.finish_reason == "stop"]
+    lengths = [len(one.response.token_ids) for one in stopped]
+    requests = [
+        replace(one.request, sampling=replace(one.request.sampling, max_new_tokens=length))
+        for one, length in zip(stopped, lengths, strict=True)
+    ]
+    found = outputs(decode(Engine(policy, options()), requests))
+    assert [(len(tokens), reason) for tokens, _, reason in found.values()] == [(length, "stop") for length in lengths]
+
+
 def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: Outputs) -> None:
     """Before the rollout, and in the middle of it; the engine is usable afterwards."""
     engine = Engine(policy, options())
@@ -147,8 +176,6 @@ def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: 
         with pytest.raises(ValueError, match="prompt '3', sample 1: .*" + message):
             decode(engine, requests_for(), before_step=partial(engine.add, bad))
     assert outputs(decode(engine, requests_for())) == expected
-    with pytest.raises(ValueError, match=r"kv_memory_gib: .* GiB hold 0 pages"):
-        Engine(policy, options(kv_memory_gib=1e-6))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         Engine(policy, options(max_sequence_tokens=257))
 
@@ -265,3 +292,41 @@ def test_statistics_count_the_nodes_and_accepted_paths_of_primaries() -> None:
     stats.add_step(ScheduledStep(slots=verified.slots, num_primaries=3), trees, verified, StageClock())
     assert (stats.num_decodes, stats.num_tokens, stats.num_drafts, stats.num_draft_nodes) == (3, 6, 2, 8)
     assert stats.accepted_by_depth.tolist()[:4] == [1, 1, 1, 0]
+
+
+# --- Memory of the KV cache -------------------------------------------------------------------------------------------
+
+
+PAGE = GIB // 64
+
+
+def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_takes() -> None:
+    for free in (80 * GIB, None):
+        assert kv_bytes(2.5, free, reserved_bytes=GIB) == int(2.5 * GIB)
+    assert kv_bytes("auto", free_bytes(torch.device("cpu")), reserved_bytes=0) == 4 * GIB
+    for reserved, expected in ((0, 40), (20, 30), (100, 0)):
+        assert kv_bytes("auto", 80 * GIB, reserved_bytes=reserved * GIB) == expected * GIB
+
+
+def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
+    pages = partial(choose_num_pages, page_bytes=PAGE, page_size=16, slots=4, max_sequence_tokens=100)
+    assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
+    assert pages(20 * PAGE + 1) == 20
+    assert pages(7 * PAGE) == 7
+    with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7, 0.109 GiB: allow it"):
+        pages(7 * PAGE - 1)
+
+
+def test_a_full_device_says_what_would_lower_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "free_bytes", lambda _: 5 * GIB)
+    with pytest.raises(ValueError, match=r"0 GiB hold 0 .*5.0 GiB of the device are free, .* 6.0\. `srtrl show-config"):
+        Engine(tiny_policy(), options(num_pages=None, kv_memory_gib="auto", kv_reserved_bytes=6 * GIB))
+
+
+def test_a_device_without_the_memory_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: CpuRunner, num_pages: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CpuRunner, "allocate_pages", fail)
+    with pytest.raises(ValueError, match=r"is to have 0.00 GiB, and the device has not as much.*rollout.kv_memory_gib"):
+        Engine(tiny_policy(), options(num_pages=3))

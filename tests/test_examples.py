@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import run
 from task_cases import Rows, prompt_of
 from tiny_run import train
 from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -163,13 +162,3 @@ def test_a_policy_learns_the_game(example: Any, tmp_path: Path) -> None:
     rewards = rewards_of(FOLDER / "game.yaml", tmp_path)
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.8
-
-
-@pytest.mark.parametrize("example", ["drafter"], indirect=True)
-def test_the_drafter_saves_steps_of_a_recorded_run(example: Any, tmp_path: Path) -> None:
-    rewards_of(FOLDER / "game.yaml", tmp_path, "train.num_steps=4", "rollout.num_prompts=2")
-    result = run("replay", tmp_path / "game", "--drafter", "drafter:Drafter", "--json")
-    assert result.exit_code == 0, result.output
-    counted = json.loads(result.output)
-    assert counted["drafter"] == "drafter:Drafter"
-    assert 1.05 * counted["steps"] < counted["steps_without_drafts"]

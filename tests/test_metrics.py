@@ -27,22 +27,6 @@ def test_finite_rows_come_back_as_written_and_others_are_refused_by_name(tmp_pat
     ]
 
 
-@pytest.mark.parametrize("rest", ["", '{"step": 4, "lo', '{"step": 4}'])
-def test_truncate_drops_later_rows_and_a_half_written_one(tmp_path: Path, rest: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricLog(path) as log:
-        for step in (0, 1, 2, 3):
-            log.write(step, {"loss": step / 7})
-    before = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(before) + rest)
-    with MetricLog(path) as log:
-        log.truncate(len("".join(before[:3])))
-        assert path.read_text() == "".join(before[:3])
-        log.write(3, {"loss": 3 / 7})
-    assert path.read_text() == "".join(before)
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
