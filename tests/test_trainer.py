@@ -356,16 +356,6 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
         assert text.splitlines() == lines
 
 
-def test_a_line_of_all_parts_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = iter([100.0, 200.0])
-    monkeypatch.setattr("srtrl.run.progress.monotonic", lambda: next(ends))
-    output, text = io.StringIO(), "accuracy 54.3%  2.32 tokens per decode step  100.0 s"
-    progress = RunProgress(5200, console=Console(file=output, width=80))
-    for step in (4998, 4999):
-        progress.step(step, text, reward=0.5)
-    assert f"\nstep 4999/5200  reward 0.500  {text}  5:35:00 left\n" in output.getvalue()
-
-
 def test_a_gain_is_coloured_and_a_step_without_a_reward_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, style in {
         "gain:      +24.9 points": "green",
