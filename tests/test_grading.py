@@ -349,6 +349,7 @@ def test_blocking_the_event_loop_stops_the_run(
             with pytest.raises(ValueError, match=message):
                 grader.try_rewards([prompt_of(text)], 1, 10)
             own.is_free.set()
+    monkeypatch.setattr("srtrl.tasks.event_loop.BLOCKING_SECONDS", 0.05)
     with make_grader("seventh", "judge", seconds=0.005) as grader:
         tickets = [grader.submit(to_grade(prompt_of("ok"), "time.sleep(0.15) or 1", "stop", 1)) for _ in range(6)]
         while not all(map(grader.is_done, tickets)):

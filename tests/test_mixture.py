@@ -80,6 +80,11 @@ def apart(sample: RewardInput) -> float:
     return sample.num_tokens
 
 
+@isolated
+def halved(sample: RewardInput) -> float:
+    return sample.num_tokens / 2
+
+
 async def awaited(sample: RewardInput) -> float:
     return -sample.num_tokens
 
@@ -92,7 +97,8 @@ def in_batch(samples: Sequence[RewardInput]) -> list[float]:
 def test_rewards_of_every_kind_see_the_samples_of_their_task_alone(policy: Path, tmp_path: Path) -> None:
     """In a worker process, in the event loop, and all samples at once; grades come in the order of the samples."""
     easy = EASY | {"rewards": [{"name": "test_mixture:apart"}, {"name": "test_mixture:in_batch"}]}
-    lucky = LUCKY | {"rewards": [{"name": "test_mixture:awaited"}, {"name": "test_mixture:in_batch", "weight": 2}]}
+    names = ("halved", "awaited", "in_batch")
+    lucky = LUCKY | {"rewards": [{"name": f"test_mixture:{name}"} for name in names]}
     recipe = make_recipe(policy, tmp_path, task=[easy, lucky])
     task = load_task(recipe, build_tokenizer(recipe))
     with Grader(task, recipe.rewards, recipe.grading) as grader:
@@ -100,7 +106,7 @@ def test_rewards_of_every_kind_see_the_samples_of_their_task_alone(policy: Path,
         prompts = [task.train_prompts[index] for index in (0, 10, 1, 2, 12)]
         tickets = [grader.submit(to_grade(prompt, "1", "stop", number)) for number, prompt in enumerate(prompts)]
         rewards = [grade.reward for grade in grader.collect(tickets)]
-    assert rewards == pytest.approx([0 + 3, -1 + 2 * 2.01, 2 + 3.02, 3 + 3.03, -4 + 2 * 2.04])
+    assert rewards == pytest.approx([0 + 3, 0.5 - 1 + 2.01, 2 + 3.02, 3 + 3.03, 2 - 4 + 2.04])
 
 
 def test_each_sample_has_its_tasks_rewards(finished: Callable[..., Path]) -> None:
