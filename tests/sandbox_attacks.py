@@ -26,6 +26,10 @@ class Attack:
     is_truncated: bool = False
 
 
+HARMLESS_IN_BUBBLEWRAP = {"list the project", "list the home folder", "list the root", "read by an open directory"}
+"""They succeed there, but find only the empty folders on the way to those that can be read."""
+
+
 COLUMN = 1 + (platform.machine() == "aarch64")
 PROGRAMS = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))
 BY_NUMBER = [row.split(maxsplit=3) for row in PROGRAMS["calls"].split(";") if row.split()[COLUMN] != "-"]

@@ -13,8 +13,8 @@ from srtrl.recipe.schema import Section
 class PythonOptions(SandboxLimits):
     """Options of the environment `python`: where code runs, and what a call may use."""
 
-    sandbox: SandboxKind = "landlock"
-    """`landlock`: the rights that Linux has for it from 5.13 on; `none` protects nothing."""
+    sandbox: SandboxKind = "auto"
+    """`auto`: sandlock where the kernel has what it needs (Linux 6.12), else bubblewrap; `none` protects nothing."""
     num_workers: int | None = Field(default=None, ge=1, le=1024)
     """Interpreters, and so calls that run at the same time; by default one for each CPU core, at most 8."""
 

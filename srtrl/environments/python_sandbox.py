@@ -4,10 +4,10 @@
 call can neither write to that pipe nor reach the process that does.
 """
 
-import ctypes
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,13 +26,15 @@ from srtrl.tasks.worker_pool import Worker, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-SandboxKind = Literal["landlock", "none"]
+SandboxKind = Literal["auto", "sandlock", "bubblewrap", "none"]
 ToolStatus = Literal["ok", "error", "timeout", "memory", "killed"]
 
 WORKER_FILE = Path(__file__).with_name("python_worker.py")
+HOST_FILE = Path(__file__).with_name("sandlock_host.py")
 PACKAGES = ("numpy", "sympy", "mpmath")
 """Packages of the interpreters; a call can read and import everything in the folders where these are installed."""
-SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
+SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/urandom")
 MAX_CODE_CHARACTERS = 200_000
 """Longer code is an error: its syntax tree alone would take hundreds of megabytes."""
 GRACE_SECONDS = 10.0
@@ -76,20 +78,21 @@ class PythonSandbox(WorkerPool):
     Args:
         limits: Of each call.
         num_workers: Number of interpreters, and so of calls at the same time.
-        sandbox: `landlock`, the kernel's own, or `none`, which protects nothing.
+        sandbox: `auto` takes sandlock if the kernel can, else bubblewrap if it is installed, else refuses.
 
     Raises:
-        ValueError: the kernel has no Landlock, or a package is missing.
+        ValueError: there is no sandbox of this kind on this machine, or a package is missing.
         RuntimeError: an interpreter does not start; with its message.
     """
 
-    def __init__(self, limits: SandboxLimits, *, num_workers: int = 2, sandbox: SandboxKind = "landlock") -> None:
-        if sandbox == "none":
+    def __init__(self, limits: SandboxLimits, *, num_workers: int = 2, sandbox: SandboxKind = "auto") -> None:
+        self.kind = choose_kind(sandbox)
+        if self.kind == "none":
             logger.warning(
                 "sandbox: none. Code that the policy writes runs with the rights of this user: it can read and write "
                 "your files and, for example, your credentials. Only its CPU time, memory and output are limited"
             )
-        command, environment = _command(sandbox, limits)
+        command, environment = _command(self.kind, limits)
         super().__init__([Interpreter(command, environment, limits) for _ in range(num_workers)], "srtrl-python")
         try:
             list(self._threads.map(Interpreter.start, self._workers))
@@ -149,25 +152,40 @@ class Interpreter(Worker):
         return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
 
 
-def landlock_version() -> int:
-    """The version of the kernel's Landlock; below 1 where there is none."""
-    return int(ctypes.CDLL(None).syscall(444, None, 0, 1))  # landlock_create_ruleset, LANDLOCK_CREATE_RULESET_VERSION
-
-
-def _command(sandbox: SandboxKind, limits: SandboxLimits) -> tuple[list[str], dict[str, str]]:
-    """The command that starts an interpreter, and all of its environment variables.
+def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"]:
+    """The sandbox to use on this machine.
 
     Raises:
-        ValueError: the kernel has no Landlock, or a package is missing.
+        ValueError: the wanted one, or for `auto` any, cannot be used.
     """
-    version = landlock_version() if sandbox == "landlock" else 0
-    if version < 1 and sandbox == "landlock":
-        raise ValueError(
-            "no sandbox for the Python tool: this kernel, or the container around this program, has no Landlock "
-            "(Linux 5.13 and later have it). Write sandbox: none to run the code without protection"
-        )
+    if wanted == "none":
+        return "none"
+    problem = sandlock_problem()
+    if wanted in ("auto", "sandlock") and problem is None:
+        return "sandlock"
+    if wanted in ("auto", "bubblewrap") and shutil.which("bwrap"):
+        return "bubblewrap"
+    advice = "Install bubblewrap (the command bwrap), or write sandbox: none to run the code without protection"
+    reason = "bubblewrap: the command bwrap is not installed" if wanted == "bubblewrap" else f"sandlock: {problem}"
+    raise ValueError(f"no sandbox for the Python tool. {reason}. {advice}")
+
+
+def sandlock_problem() -> str | None:
+    """The reason why sandlock cannot be used here."""
+    if find_spec("sandlock") is None:
+        return "the package is not installed: pip install 'srtrl[tools]'"
+    import sandlock
+
+    present, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if present < needed:
+        return f"it needs version {needed} of the kernel's Landlock (Linux 6.12), this kernel has {max(present, 0)}"
+    return None
+
+
+def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str]]:
+    """The command that starts an interpreter, and all of its environment variables."""
     folders = []
-    for package in PACKAGES:
+    for package in (*PACKAGES, "sandlock") if kind == "sandlock" else PACKAGES:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
             raise ValueError(f"the Python sandbox needs the package {package}: pip install {package}")
@@ -180,8 +198,19 @@ def _command(sandbox: SandboxKind, limits: SandboxLimits) -> tuple[list[str], di
         "OMP_NUM_THREADS": "1",  # a fork has no other threads, so the interpreter must have none
         "MALLOC_ARENA_MAX": "1",
     }
-    libraries = [str(Path(sys.base_prefix) / "lib"), sysconfig.get_path("stdlib"), *folders]
-    readable = [path for path in (*SYSTEM_PATHS, *libraries) if Path(path).exists()]
-    options = json.dumps(limits.model_dump() | {"landlock": version, "readable": readable})
     python = os.path.realpath(sys.executable)
-    return [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), options], environment
+    options = json.dumps(limits.model_dump() | {"has_landlock": kind == "sandlock"})
+    inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), options]
+    libraries = [str(Path(sys.base_prefix) / "lib"), sysconfig.get_path("stdlib"), *folders]
+    readable = [path for path in (*SYSTEM_PATHS, *libraries, python, str(WORKER_FILE)) if Path(path).exists()]
+    if kind == "sandlock":
+        host = [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps([*readable, *DEVICES])]
+        return [*host, *inside], environment
+    if kind == "bubblewrap":
+        isolation = "--unshare-all --die-with-parent --new-session --cap-drop ALL --remount-ro /"
+        wrapper = [str(shutil.which("bwrap"))]
+        for option, paths in (("--ro-bind", readable), ("--dev-bind", DEVICES)):
+            for path in paths:
+                wrapper += [option, path, path]
+        return [*wrapper, *isolation.split(), "--", *inside], environment
+    return inside, environment

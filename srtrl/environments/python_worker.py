@@ -27,7 +27,6 @@ import sys
 import time
 import traceback
 import types
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -59,7 +58,7 @@ getresgid 120 150, uname 63 160, sysinfo 99 179, getrusage 98 165, getrlimit 97 
 exit_group 231 94
 """
 """System calls that a call may make, with their numbers on x86_64 and aarch64 (`-`: there is none): what Python, numpy
-and sympy need. Files stay those of the Landlock rules. Any other one is answered as an old kernel would
+and sympy need. Files stay those that sandlock or bubblewrap shows. Any other one is answered as an old kernel would
 (ENOSYS), so that the C library of a newer system takes the older call instead."""
 ALLOWED_VALUES = """
 fcntl 72 25 1 0x0 0x1 0x2 0x3 0x4 0x406, ioctl 16 29 1 0x5401 0x5421 0x5451, socketpair 53 199 1 0x1 0x80001,
@@ -105,26 +104,11 @@ def call(function: str, *arguments: Any) -> int:
     return result
 
 
-def landlock_rules(version: int, readable: list[str]) -> int:
-    """The file descriptor of rules for the kernel's Landlock of this version: read these paths, and write /dev/null.
-
-    From version 6 on they also forbid ports, and signals and sockets to processes without the rules, which the seccomp
-    filter does in any case, as it does what versions 2 and 3 know of files.
-    """
-    handled = struct.pack("QQQ", 0x7FFF, 3, 3) if version >= 6 else struct.pack("Q", 0x1FFF)
-    rules = call("syscall", 444, handled, len(handled), 0)  # landlock_create_ruleset
-    for path in readable:
-        descriptor = os.open(path, os.O_PATH)
-        access = 4 | (8 if Path(path).is_dir() else 0) | (2 if path == os.devnull else 0)  # read, list, write
-        call("syscall", 445, rules, 1, struct.pack("=Qi", access, descriptor), 0)  # landlock_add_rule
-        os.close(descriptor)
-    return rules
-
-
-def enter_domain(rules: int) -> None:
-    """From now on this process has these rules; it traces none without them, nor follows /proc/PID/fd of its parent."""
+def enter_own_domain() -> None:
+    """From now on this process neither traces nor signals one outside it, nor follows /proc/PID/fd of its parent."""
+    ruleset = call("syscall", 444, struct.pack("QQQ", 0, 0, 3), 24, 0)  # landlock_create_ruleset: sockets, signals
     call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    call("syscall", 446, rules, 0)  # landlock_restrict_self
+    call("syscall", 446, ruleset, 0)  # landlock_restrict_self
 
 
 def install_filter(program: bytes) -> None:
@@ -135,11 +119,28 @@ def install_filter(program: bytes) -> None:
     call("prctl", 22, 2, header, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
+def mapped_bytes() -> int:
+    """Address space of this process to the next MiB, by trial: /proc cannot be read here."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    low, high = 0, 1 << 47
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle, limits[1]))
+        try:
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            high = middle
+        except (OSError, MemoryError):
+            low = middle
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+    return high
+
+
 class Calls:
     """Runs one call after the other, each in a fork.
 
     Args:
-        limits: The fields of `SandboxLimits`; `landlock`: the version of it, 0 for no sandbox; `readable`: paths.
+        limits: The fields of `SandboxLimits`; `has_landlock`: whether to use it (bubblewrap shows no /proc at all).
         trainer: File descriptor that hangs up when the trainer is gone.
     """
 
@@ -148,8 +149,7 @@ class Calls:
         self._trainer = trainer
         self._filter = seccomp_program(platform.machine())
         call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # root's rights: to raise limits, to trace
-        self._rules = landlock_rules(limits["landlock"], limits["readable"]) if limits["landlock"] else None
-        self._base_bytes = int(Path("/proc/self/statm").read_bytes().split()[0]) * mmap.PAGESIZE
+        self._base_bytes = mapped_bytes()
 
     def run_forked(self, code: str) -> dict[str, Any]:
         """Run `code`; returns the fields of its `ToolResult`."""
@@ -221,8 +221,8 @@ class Calls:
         own_input = os.open(os.devnull, os.O_RDONLY)  # of its own: flags are shared with all that have the same one
         for descriptor, source in enumerate((own_input, *outputs)):
             os.dup2(source, descriptor)
-        if self._rules is not None:
-            enter_domain(self._rules)
+        if self._limits["has_landlock"]:
+            enter_own_domain()
         os.closerange(3, 1 << 20)
         for kind, value in (
             (resource.RLIMIT_CPU, self._limits["cpu_seconds"]),
