@@ -436,13 +436,7 @@ class Engine:
             record()
 
     def _record(
-        self,
-        step: ScheduledStep,
-        trees: DraftTrees,
-        verified: Verified,
-        clock: StageClock,
-        *,
-        was_prepared: bool,
+        self, step: ScheduledStep, trees: DraftTrees, verified: Verified, clock: StageClock, *, was_prepared: bool
     ) -> None:
         """Count a step, and learn what it cost."""
         num_prefill, num_rows = step.num_prompt_rows, len(step.slots) + trees.num_nodes
