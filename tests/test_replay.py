@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from bench_cases import REPEATER, Repeater, recorded, run, tree_of, write_rows
+from test_bad_input import parsed
 from tokenizers.processors import TemplateProcessing
 
 from srtrl.bench.recorded import Recording, merge_prompts, read_recorded
@@ -191,24 +192,8 @@ def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(t
 
 
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    rows: list[tuple[object, str]] = [
-        ('{"prompt": ', "not JSON: "),
-        ({"prompt_id": "a", "draw_index": 0}, "no prompt: expected prompt, messages, input or prompt_token_ids"),
-        ({"prompt": "x", "answer": "y"}, "no completion: expected text, completion, response, output, completions"),
-        ({"messages": [USER], "choices": [{"message": {"content": None}}]}, "no completion: "),
-        ({"prompt": "x", "resps": [[["-1.5", "False"]]]}, "resps.0: expected a text or a list of texts, found [["),
-        ({"prompt": "x", "output": 5}, "output: expected a text or a list of texts, found 5"),
-        ({"prompt": "x", "completion": [USER, ASSISTANT]}, "completion: several messages are not one completion"),
-        ({"prompt": "x", "text": "y"}, "prompt is a text; give --tokenizer DIR"),
-        ({"messages": [USER, ASSISTANT]}, "prompt is a list of messages; give --tokenizer DIR"),
-        ({"prompt": "x", "samples": []}, "samples: should have at least 1 item"),
-        ({"prompt": "", "samples": [{"token_ids": [1]}]}, "prompt: should have at least 1 character"),
-        ({"prompt_token_ids": [1], "token_ids": [True]}, "token_ids.0: should be a valid integer"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "samples.0.token_ids.0: should be less than"),
-        ({"prompt_token_ids": [1], "samples": [{}]}, "no completion: "),
-    ]
     good = {"prompt_token_ids": [1], "samples": [{"token_ids": [1, 2]}]}
-    for row, error in rows:
+    for row, error in parsed("recordings"):
         path = write_rows(tmp_path / "rows.jsonl", good, row)
         with pytest.raises(ValueError, match="^" + re.escape(f"{path}:2: {error}")):
             read_recorded(path, tokenizer=None, max_tokens=10)
