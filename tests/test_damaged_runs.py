@@ -152,6 +152,7 @@ def test_a_run_of_an_earlier_version_is_read_but_not_resumed(
 def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: Callable[[], Path]) -> None:
     damage(run, "flipped", f"{LAST}/{OPTIMIZER}")
     damage(run, "empty", "rollouts/step_000003.parquet")  # written again
+    assert call("generate", run, *COMMANDS["generate"]).exit_code == 0, "the policy alone is read"
     refused = call("train", run, "--resume").stderr
     assert f"{LAST}/{OPTIMIZER} is missing or not as manifest.json lists it" in refused
     assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused
