@@ -26,7 +26,7 @@ from srtrl.tasks.row_task import read_prompts
 TABLES: dict[str, str] = dict(
     re.findall(r"^# (\w+): .*\n((?:[^#\n].*\n)+)", Path(__file__).with_suffix(".txt").read_text("utf-8"), re.MULTILINE)
 )
-"""Commands, overrides, combinations of them, and what fits."""
+"""Commands, overrides, combinations of them, what fits, and what other files of tests refuse."""
 ABBREVIATIONS = {
     "LONG": "x" * 5_000,
     "BRACKETS": "[" * 100_000,

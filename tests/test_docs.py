@@ -274,25 +274,6 @@ def test_the_recipe_lines_of_the_pages_pass_the_checks(tmp_path: Path) -> None:
 # --- Code and commands ----------------------------------------------------------------------------------------------
 
 
-def test_the_code_of_the_walkthrough_is_that_of_the_source() -> None:
-    page = (DOCS / "walkthrough.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n# (srtrl/\S+\.py) (\S+)\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) >= 6
-    for file, name, block in blocks:
-        tree: Any = ast.parse(text := (REPOSITORY / file).read_text(encoding="utf-8"))
-        for part in name.split("."):
-            [tree] = [node for node in tree.body if getattr(node, "name", None) == part]
-        source = [line.strip() for line in text.splitlines()[tree.lineno - 1 : tree.end_lineno]]
-        position = None  # of the next line of the source; None after lines that are left out
-        for line in map(str.strip, block.strip().splitlines()):
-            if line == "...":
-                position = None
-                continue
-            found = source.index(line) if position is None else position
-            assert source[found] == line, f"{file} {name}: {line}"
-            position = found + 1
-
-
 def test_files_and_recipes_that_commands_of_the_pages_name_are_there() -> None:
     named = {
         name

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from engine_cases import (
     PROMPTS,
     Completions,
     FakeDrafter,
-    Letters,
     Outputs,
     decode,
     make_request,
@@ -25,18 +23,14 @@ from engine_cases import (
     tiny_policy,
 )
 from page_cases import check_pages
-from runner_cases import random_trees
 from torch import Tensor
 from torch.nn import functional
 
 from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.engine import cpu_runner, kv_memory
-from srtrl.engine.batch import ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.engine.kv_memory import GIB, choose_num_pages, free_bytes, kv_bytes
-from srtrl.engine.stats import EngineStats, StageClock
-from srtrl.engine.verify import Verified
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -132,32 +126,6 @@ def test_drafts_change_nothing_under_a_window(window: int) -> None:
     metrics = engine.take_metrics()
     assert metrics["engine/preemptions"] > 0
     assert metrics["engine/verified_per_decode_step"] > 1.3
-
-
-def test_a_sample_ends_at_the_first_stop_string_of_an_accepted_path(policy: Transformer) -> None:
-    """Drafts go on after it, to others."""
-    truth = sequential(policy, requests_for())
-    texts = [Letters().decode(one.response.token_ids.tolist()) for one in truth.values()]
-    requests = requests_for(stop_strings=tuple(text[i : i + 2] for text in texts for i in (2, 3, 4) if text[i + 1 :]))
-    engines = [
-        Engine(policy, options(slots=slots), tokenizer=Letters(), drafter=drafter)
-        for slots, drafter in ((1, None), (4, FakeDrafter(truth)))
-    ]
-    expected, found = (outputs(decode(engine, requests)) for engine in engines)
-    assert found == expected
-    assert {reason for *_, reason in found.values()} == {"stop"}
-    assert engines[1].take_metrics()["engine/acceptance_depth_1"] > 0.5
-
-
-def test_an_end_token_at_the_limit_is_an_end(policy: Transformer) -> None:
-    stopped = [one for one in sequential(policy, requests_for()).values() if one.response.finish_reason == "stop"]
-    lengths = [len(one.response.token_ids) for one in stopped]
-    requests = [
-        replace(one.request, sampling=replace(one.request.sampling, max_new_tokens=length))
-        for one, length in zip(stopped, lengths, strict=True)
-    ]
-    found = outputs(decode(Engine(policy, options()), requests))
-    assert [(len(tokens), reason) for tokens, _, reason in found.values()] == [(length, "stop") for length in lengths]
 
 
 def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: Outputs) -> None:
@@ -276,22 +244,6 @@ def test_products_that_depend_on_the_number_of_rows_are_named_once(
     name = str(dtype).removeprefix("torch.")
     assert found == ([] if row_counts is None else [f"model.dtype: {name} products of {row_counts} rows"])
     cpu_runner.warn_of_rounding.cache_clear()
-
-
-def test_statistics_count_the_nodes_and_accepted_paths_of_primaries() -> None:
-    trees, num_new = random_trees(np.random.default_rng(0), [5, 0, 3, 4]), np.array([4, 1, 1, 2])
-    verified = Verified(
-        slots=np.arange(4),
-        token_ids=np.zeros(8, np.int32),
-        offsets=np.append(0, num_new.cumsum()),
-        nodes=np.zeros(8, np.int32),
-        finish=np.zeros(4, np.int8),
-        rows=np.zeros(4, np.int64),
-    )
-    stats = EngineStats()
-    stats.add_step(ScheduledStep(slots=verified.slots, num_primaries=3), trees, verified, StageClock())
-    assert (stats.num_decodes, stats.num_tokens, stats.num_drafts, stats.num_draft_nodes) == (3, 6, 2, 8)
-    assert stats.accepted_by_depth.tolist()[:4] == [1, 1, 1, 0]
 
 
 # --- Memory of the KV cache -------------------------------------------------------------------------------------------
