@@ -106,7 +106,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         names = {"token": token, "secret": str(secret), "home": str(Path.home()), "home_secret": str(home_secret)}
         names |= {"project": str(PROJECT), "worker_file": str(WORKER_FILE), "port": port}
         names |= {"unix_socket": str(folder / "s"), "unix_datagrams": str(folder / "d")}
-        yield World(pool, names | {"trainer": os.getpid(), "host": interpreter_of(pool)}, check)
+        yield World(pool, names | {"trainer": os.getpid()}, check)
     assert worker_pids(LIMITS) == set()
 
 

@@ -79,7 +79,7 @@ class PythonSandbox(WorkerPool):
         sandbox: `landlock`, the kernel's own, or `none`, which protects nothing.
 
     Raises:
-        ValueError: the kernel has no Landlock, or a package is missing.
+        ValueError: the kernel has no Landlock.
         RuntimeError: an interpreter does not start; with its message.
     """
 
@@ -158,7 +158,7 @@ def _command(sandbox: SandboxKind, limits: SandboxLimits) -> tuple[list[str], di
     """The command that starts an interpreter, and all of its environment variables.
 
     Raises:
-        ValueError: the kernel has no Landlock, or a package is missing.
+        ValueError: the kernel has no Landlock.
     """
     version = landlock_version() if sandbox == "landlock" else 0
     if version < 1 and sandbox == "landlock":
@@ -167,10 +167,9 @@ def _command(sandbox: SandboxKind, limits: SandboxLimits) -> tuple[list[str], di
             "(Linux 5.13 and later have it). Write sandbox: none to run the code without protection"
         )
     folders = []
-    for package in PACKAGES:
-        spec = find_spec(package)
-        if spec is None or spec.origin is None:
-            raise ValueError(f"the Python sandbox needs the package {package}: pip install {package}")
+    for spec in map(find_spec, PACKAGES):
+        assert spec is not None, "srtrl depends on it"
+        assert spec.origin is not None
         folders.append(str(Path(spec.origin).parent.parent))
     folders = list(dict.fromkeys(folders))
     environment = {
