@@ -38,6 +38,7 @@ def command(
     task.options.chat_template=true.
     """
     from srtrl.evaluation import run
+    from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.evaluation.suite import open_suite
     from srtrl.files import check_output
     from srtrl.ranks import open_ranks
@@ -49,7 +50,6 @@ def command(
     check_output("--output", output, None, force=force)
     with open_ranks():
         opened = None if suite is None else open_suite(suite, only=only, data_dir=data_dir)
-        model, recipes = run.find_recipes(
-            model_or_run, overrides or (), recipe=recipe, task=task, suite=opened, step=step, best=best
-        )
+        model, of_run = resolve_eval_source(model_or_run, step=step, best=best)
+        recipes = run.find_recipes(model, recipe or of_run, overrides or (), task=task, suite=opened)
         run.evaluate(model, recipes, suite=suite, output=output and output.absolute(), as_json=as_json)

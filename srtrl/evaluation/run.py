@@ -12,7 +12,7 @@ from rich.console import Console
 from srtrl import ranks
 from srtrl.checks import build_checked
 from srtrl.evaluation import tables
-from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
+from srtrl.evaluation.policy import EvalOutcome, run_evals
 from srtrl.evaluation.suite import Suite, bare_source, suite_recipe
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
@@ -21,35 +21,30 @@ from srtrl.run.step_metrics import describe_held_out
 
 
 def find_recipes(
-    model_or_run: str,
-    overrides: Sequence[str],
-    *,
-    recipe: Path | None = None,
-    task: str | None = None,
-    suite: Suite | None = None,
-    step: int | None = None,
-    best: bool = False,
-) -> tuple[str, dict[str, Recipe]]:
-    """The policy, and for each benchmark of the suite, or for the task, its name and the recipe of its evaluation.
+    model: str, path: Path | None, overrides: Sequence[str], *, task: str | None, suite: Suite | None
+) -> dict[str, Recipe]:
+    """For each benchmark of the suite, or for the task, its name and the recipe of its evaluation.
 
-    The policy is the model, or the checkpoint of the run. The recipe is that of `--recipe`, of the run, or the smallest
-    one that the task or the suite needs.
+    Args:
+        model: The policy.
+        path: Recipe of `--recipe` or of the run; without it the smallest that the task or the suite needs.
+        overrides: Of the command line.
+        task: Of `--task`.
+        suite: Of `--suite`.
 
     Raises:
-        ValueError: a run without (this) checkpoint, a value that cannot be used, or neither a task nor a suite.
+        ValueError: a value that cannot be used, or neither a recipe nor a task nor a suite.
     """
-    model, run_recipe = resolve_eval_source(model_or_run, step=step, best=best)
     source = None
-    if (path := recipe or run_recipe) is not None:
+    if path is not None:
         source = read_source(path)
         source.put(("model", "path"), model, "MODEL_OR_RUN")
     elif task is not None:
         source = bare_source(model)
     if suite is not None:
-        recipes = {
+        return {
             benchmark.name: suite_recipe(suite, benchmark, model, source, overrides) for benchmark in suite.benchmarks
         }
-        return model, recipes
     if source is None:
         raise ValueError(
             f"{model} is not a run folder: name what to evaluate, with --suite NAME, --task NAME or --recipe FILE"
@@ -58,7 +53,7 @@ def find_recipes(
         source.put(("task", "name"), task, "--task")
     source.override(overrides)
     resolved = build_checked(source)
-    return model, {resolved.task.name: resolved}
+    return {resolved.task.name: resolved}
 
 
 def evaluate(

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Exported files of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
 CARD = Path(__file__).with_name("model_card.md")
-"""The text of a model card, with names in place of what differs."""
+"""The template of a model card."""
 
 
 def command(
@@ -62,33 +61,27 @@ def command(
 
 def model_card(run: "Run", step: int, library: str, tokenizer: Any) -> str:
     """Markdown for a model's page: how to load it, the held-out figures up to `step`, and what the recipe sets."""
+    from jinja2 import Environment, StrictUndefined
+
     from srtrl import __version__
     from srtrl.recipe.file import dump_yaml
     from srtrl.run.step_metrics import held_out_figures, main_figure, with_interval
 
-    recipe = run.recipe
     rows = [held_out_figures(row) for row in run.rows if "eval/reward" in row and row["step"] <= step]
-    figures = "No problems were held out, or none were evaluated."
-    if rows:
-        lines = [f"- step {row['step']:.0f}: {with_interval(row)}" for row in (rows[0], *rows[1:][-1:])]
-        figures = "\n".join([f"Held-out {main_figure(rows[-1])} (step 0 is before training):\n", *lines])
     prompt, token_ids = _shortest_prompt(run) or ("Hello", tokenizer("Hello")["input_ids"])
-    return Template(CARD.read_text(encoding="utf-8")).substitute(
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(CARD.read_text(encoding="utf-8")).render(
+        recipe=run.recipe,
+        step=step,
         library=library,
         model_class="AutoPeftModelForCausalLM" if library == "peft" else "AutoModelForCausalLM",
-        name=recipe.name,
-        policy=recipe.model.path,
-        step=step,
-        num_steps=recipe.train.num_steps,
-        task=recipe.task.name,
-        advantage=recipe.algorithm.advantage,
-        loss=recipe.algorithm.loss,
         version=__version__,
         prompt=repr(prompt),
         special_tokens=tokenizer(prompt)["input_ids"] == token_ids,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        figures=figures,
-        options=dump_yaml(recipe.model_dump(exclude_defaults=True, exclude={"output_dir", "log"})),
+        rows=[*rows[:1], *rows[1:][-1:]],
+        main_figure=main_figure,
+        with_interval=with_interval,
+        options=dump_yaml(run.recipe.model_dump(exclude_defaults=True, exclude={"output_dir", "log"})),
     )
 
 

@@ -108,7 +108,6 @@ def load_task(
     recipe: Recipe,
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    max_prompt_tokens: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> TaskBase:
     """Load the prompts of the recipe's task, tokenised for `tokenizer`, of at most `rollout.max_prompt_tokens`.
@@ -116,14 +115,12 @@ def load_task(
     Args:
         recipe: Its sections `task`, `rollout` and `rewards`.
         tokenizer: The policy's.
-        max_prompt_tokens: In place of `rollout.max_prompt_tokens`.
         tools: For the chat template, if the task uses one.
 
     Raises:
         ValueError: the task's name, an option, or a row of its data is incorrect.
     """
-    longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
-    task = load_section(recipe.task, tokenizer, max_prompt_tokens=longest, tools=tools)
+    task = load_section(recipe.task, tokenizer, max_prompt_tokens=recipe.rollout.max_prompt_tokens, tools=tools)
     _check_judges(task, recipe)
     return task
 

@@ -31,7 +31,7 @@ from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.machine import choose_device
 from srtrl.run.progress import RunProgress
-from srtrl.tasks.base import TaskBase, load_task
+from srtrl.tasks.base import TaskBase, load_section, load_task
 from srtrl.trainer.evaluate import training_evals
 from srtrl.trainer.learner import Learner
 from srtrl.trainer.objective import response_logprobs
@@ -166,7 +166,7 @@ def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizer
     """The model's tokenizer, or one trained on the texts of the task's training problems."""
     if section.train_tokenizer_vocab_size is None:
         return build.build_tokenizer(recipe)
-    task = load_task(recipe, load_tokenizer("bundled:tiny"), max_prompt_tokens=sys.maxsize)  # for its texts
+    task = load_section(recipe.task, load_tokenizer("bundled:tiny"), max_prompt_tokens=sys.maxsize)  # for its texts
     texts = (prompt.text + task.solution(prompt) for prompt in task.train_prompts[:TOKENIZER_PROBLEMS])
     return train_tokenizer(texts, section.train_tokenizer_vocab_size)
 
