@@ -44,8 +44,11 @@ def half_tokens(sample: RewardInput) -> float:
     return sample.num_tokens / 2
 
 
-def no_space(*_: object) -> NoReturn:
-    raise OSError(28, "No space left")
+NO_SPACE, DIVERGED = OSError(28, "No space left"), FloatingPointError("the logits are not finite")
+
+
+def fail_with(error: Exception, *_: object) -> NoReturn:
+    raise error
 
 
 @batched
@@ -71,6 +74,8 @@ class Case:
     """Rank 1 makes its first step when rank 0 has decoded all other samples, and as many steps for run-aheads."""
     broken: str = ""
     """Method of rank 1's engine or grader that raises."""
+    error: Exception = NO_SPACE
+    """What it raises."""
 
 
 @dataclass(kw_only=True)
@@ -120,7 +125,7 @@ def rollouts(case: Case) -> Found:
     found, draws = Found(), list(enumerate(PROMPTS))
     with grader_of(f"{__name__}:{case.reward}") as grader, OneTurn(TOKENIZER) as turns:
         if case.broken and ranks.index() == 1:
-            setattr(engine if case.broken == "step" else grader, case.broken, no_space)
+            setattr(engine if case.broken == "step" else grader, case.broken, partial(fail_with, case.error))
         for _ in range(2):
             collector = collector_of(grader, turns, num_samples=case.num_samples)
             collector.on_progress = lambda *numbers: found.progress.append(numbers)
@@ -232,16 +237,16 @@ def test_a_sample_follows_the_run_ahead_of_another_rank() -> None:
 
 
 def fail(case: Case) -> str:
-    with pytest.raises((RankError, OSError)) as caught:
+    with pytest.raises((RankError, type(case.error))) as caught:
         rollouts(case)
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("broken", ["step", "collect"])
-def test_all_ranks_end_at_once_where_one_fails_and_say_which(broken: str) -> None:
-    case = Case(broken=broken, is_dynamic=broken == "collect", slow_rank=0)
-    message = "[Errno 28] No space left"
-    assert run_ranks(2, fail, case) == [f"RankError: rank 1 of 2: {message}", f"OSError: {message}"]
+@pytest.mark.parametrize(("broken", "error"), [("step", NO_SPACE), ("collect", NO_SPACE), ("step", DIVERGED)])
+def test_all_ranks_end_at_once_where_one_fails_and_say_which(broken: str, error: Exception) -> None:
+    case = Case(broken=broken, error=error, is_dynamic=broken == "collect", slow_rank=0)
+    other, own = f"RankError: rank 1 of 2: {error}", f"{type(error).__name__}: {error}"
+    assert run_ranks(2, fail, case, timeout=30) == [other, own]
 
 
 # --- Rules, without processes ----------------------------------------------------------------------------------------

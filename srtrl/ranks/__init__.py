@@ -26,7 +26,7 @@ BUCKET_BYTES = 64 * 2**20
 TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
 
-FAILURES = (ValueError, RuntimeError, OSError)
+FAILURES = (ValueError, RuntimeError, OSError, FloatingPointError)
 """Errors that a rank reports to the others; any other error ends its process, which they notice."""
 GLOO_WORDS = ("gloo", "pair closure")
 """One of them is in the message of each error of gloo, which has no class of errors."""
@@ -116,7 +116,7 @@ def synchronized(what: str) -> Iterator[None]:
     """Work that each rank does alone: an error of one rank ends all of them, so that none waits for it.
 
     Raises:
-        ValueError, RuntimeError, OSError: on the first rank that failed, its own error.
+        ValueError, RuntimeError, OSError, FloatingPointError: on the first rank that failed, its own error.
         RankError: on the other ranks, with the message of that one; at once if this rank has waited in vain.
     """
     if count() == 1:
