@@ -63,11 +63,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[tuple[int, int], ...]]] 
     "qwen3-8b": ("qwen3-8b", {}, "bfloat16", ((64, 8), (8, 8))),
     "gemma 3": ("qwen2.5-1.5b", WIDE | GEMMA, "bfloat16", ((64, 8),)),
     "glm-4": ("qwen2.5-3b", {"model_type": "glm4", "pad_token_id": 0}, "bfloat16", ((64, 8),)),
-    "heads of 80": ("qwen2.5-1.5b", MANY, "bfloat16", ((64, 8),)),
+    "heads of 80": ("qwen2.5-1.5b", MANY, "bfloat16", ((64, 8), (16, 2))),
 }
 """Name -> shape and changes of its config, dtype, and the steps: (rows, sequences).
 
-The first has all kinds of steps, the others one with the highest blocks and with splits: it needs the most memory.
+The first has all kinds of steps; the others have the highest blocks, which need the most memory, and splits.
 """
 
 FIRST, HOPPER = "qwen2.5-1.5b", 90

@@ -7,7 +7,6 @@ Values and gradients of the losses are compared with other code in `test_update.
 import importlib
 import math
 from collections.abc import Callable
-from typing import get_args
 
 import algorithm_reference as reference
 import numpy as np
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from srtrl.algorithms import advantages, losses, reductions
 from srtrl.algorithms.advantages import whiten
-from srtrl.recipe.schema import ImportanceMode
-from srtrl.resolve import PARTS, declared, list_functions, resolve_part
+from srtrl.resolve import PARTS, list_functions
 
 F64 = torch.float64
 
@@ -39,23 +37,6 @@ def list_parts(option: str) -> list[str]:
 def test_everything_has_a_formula_in_the_padded_update() -> None:
     assert set(list_parts("algorithm.loss")) == set(LOSSES)
     assert set(list_parts("algorithm.reduction")) == set(REDUCTIONS)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_unchanged_weights_give_the_policy_gradient(name: str) -> None:
-    """At ratio 1 every loss has REINFORCE's gradient under GRPO's reduction, for any clip range."""
-    generator = torch.Generator().manual_seed(5)
-    index = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3, 3])
-    new = (-4 * torch.rand(len(index), generator=generator, dtype=F64)).requires_grad_()
-    given = torch.randn(4, generator=generator, dtype=F64)[index]
-    weights = 1 / (4 * torch.bincount(index)[index])
-    for low, high in ((0.2, 0.3), (0.0, 0.0), (1.0, 4.0)):
-        loss = resolve_part("algorithm.loss", name)
-        offered = declared(loss, 4, {"rollout_logprobs": new.detach()})
-        token_loss, metrics = loss(new, new.detach(), given, index, clip_low=low, clip_high=high, **offered)
-        (gradient,) = torch.autograd.grad((token_loss * weights).sum(), new)
-        torch.testing.assert_close(gradient, -given * weights, rtol=1e-12, atol=0.0)
-        assert all(not bool(metric.any()) for metric in metrics.values())
 
 
 def test_a_ratio_exactly_at_the_clip_keeps_its_gradient() -> None:
@@ -89,17 +70,6 @@ def test_dppo_bounds_the_weight_of_a_rare_token_as_verl_does() -> None:
     new, decoder = torch.tensor([-8.0, -8.0], requires_grad=True), torch.tensor([-8.0 - math.log(19), -12.0])
     loss, _ = losses.dppo(new, decoder, -torch.ones(2), new, clip_low=0.2, clip_high=0.2, rollout_logprobs=decoder)
     assert torch.autograd.grad(loss.sum(), new)[0].tolist() == pytest.approx([19, 20])
-
-
-@pytest.mark.parametrize("mode", sorted(set(get_args(ImportanceMode)) - {"auto", "none"}))
-def test_equal_policies_have_no_importance_weights_whatever_the_range(mode: str) -> None:
-    logprobs = torch.linspace(-9, -0.1, 50).requires_grad_()
-    weights, is_outside = losses.importance_weights(
-        logprobs, logprobs.detach(), torch.arange(50) // 20, mode=mode, min=1.0, max=1.0
-    )
-    assert torch.equal(weights, torch.ones(50))
-    assert not weights.requires_grad
-    assert not is_outside.any()
 
 
 def test_the_value_clip_at_its_edges() -> None:

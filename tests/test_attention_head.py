@@ -19,7 +19,7 @@ from attention_head_cases import (
     change_folder,
     make_folder,
 )
-from engine_cases import Completions, Letters, decode, options, outputs, requests_for, tiny_policy
+from engine_cases import Completions, Letters, decode, options, outputs, tiny_policy
 from plain_kernels import uniform_noise
 from safetensors.torch import load_file
 from test_engine_property import varied_requests
@@ -87,15 +87,6 @@ def test_logits_are_those_of_the_definition(
         found = chain(head, policy, TOKENS[:length], 4)
         assert torch.stack(expected).std() > 1
         torch.testing.assert_close(torch.stack(found).double(), torch.stack(expected), rtol=1e-4, atol=1e-4)
-
-
-def test_flags_change_what_a_head_computes(policy: Transformer, tmp_path: Path) -> None:
-    logits = []
-    for flags in FLAGS.values():
-        head = load_eagle3(str(make_folder(tmp_path, policy, SPECFORGE, **flags)), policy)
-        head.refresh(policy)
-        logits.append(chain(head, policy, TOKENS, 3)[-1])
-    assert all((logits[i] - logits[j]).abs().max() > 0.1 for i in range(3) for j in range(i))
 
 
 def test_both_layouts_and_pickled_weights_are_one_head(policy: Transformer, tmp_path: Path) -> None:
@@ -229,25 +220,6 @@ def test_tokens_and_guesses_are_those_of_whole_texts(which: int, policy: Transfo
         assert metrics["engine/head_acceptance_depth_1"] > 0
         assert (metrics["engine/preemptions"] > 0) == (num_pages == 10)
         assert len(guesses.guesses) > 60
-
-
-def test_siblings_guess_as_each_would_alone(policy: Transformer, folders: list[Path]) -> None:
-    prompts = [tuple(range(1, 1 + length)) for length in (16, 17, 32, 3)]
-    requests = requests_for(prompts, num_samples=3, max_new_tokens=24)
-    together: dict[int, dict[tuple[int, int], list[int]]] = {}
-    alone: dict[tuple[int, int], list[int]] = {}
-    for chunk in (7, 16, 512):
-        sizes = {"page_size": 16, "prefill_chunk_tokens": chunk, "draft_budget": 3}
-        engine, guesses = attention_engine(policy, options(slots=16, **sizes), folders[0])
-        found = decode(engine, requests)
-        assert outputs(found) == outputs(plain(policy, requests))
-        together[chunk] = guesses.guesses
-        for request in requests:
-            engine, guesses = attention_engine(policy, options(slots=1, **sizes), folders[0])
-            decode(engine, [request])
-            alone |= guesses.guesses
-    assert len(alone) > 100
-    assert all(guesses == alone for guesses in together.values())
 
 
 def test_turns_and_their_observations_leave_no_gap(policy: Transformer, folders: list[Path]) -> None:

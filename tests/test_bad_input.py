@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.features.adapters import Adapter, save_adapter
-from srtrl.recipe.file import RecipeError, load_recipe, read_source
+from srtrl.recipe.file import RecipeError, load_recipe
 from srtrl.resolve import resolve_class
 from srtrl.tasks.row_task import read_prompts
 
@@ -147,6 +147,7 @@ FILES = {
     "typo.py": "def f(:\n",
     "broken.yaml": "name: [",
     "mine.yaml": "name: mine",
+    "nowhere.yaml": recipe_text(path="./nowhere"),
     "many.yaml": recipe_text() + "".join(f"key_{number}: 1\n" for number in range(30)),
     "foreign.svg": "<svg>years of work</svg>",
     "folder/notes.txt": "years of work",
@@ -220,6 +221,7 @@ def _nothing_changes(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         return {str(path): path.lstat().st_mtime_ns for path in place.rglob("*")}
 
     monkeypatch.setattr("srtrl.build.load_models", Mock(side_effect=AssertionError("training begins")))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no network")))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing()
     yield
@@ -260,39 +262,6 @@ def test_a_bad_override_is_one_message_that_names_it(overrides: str, message: st
     said = refusal(f"train recipe.yaml {overrides}")
     assert message in said
     assert any(f"override `{override}`: " in said for override in shlex.split(written_out(overrides))), said
-
-
-@pytest.mark.parametrize("option", ["model.path", "model.tokenizer", "algorithm.teacher.path"])
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("./nowhere", "./nowhere: there is no such folder"),
-        ("runs/old/step_000052", "runs/old/step_000052: there is no such folder"),
-        ("./folder", "folder"),
-        ("garbage", "garbage: a file; expected a folder"),
-        ("bundled:x", "bundled:x: no such bundled model"),
-        ("acme/nine", "acme/nine: not a local folder, and it could not be downloaded"),
-    ],
-)
-def test_a_model_that_is_not_there_is_named_with_its_option(
-    path: str, message: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the line of the recipe; what is on the hub only a run looks up."""
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no network")))
-    section, *names = option.split(".")
-    recipe = {**read_source(Path("recipe.yaml")).data, "device": "cpu"}
-    values = recipe.setdefault(section, {})
-    for name in names[:-1]:
-        values = values.setdefault(name, {})
-    values[names[-1]] = path
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(recipe, indent=1))
-    place_of_value = rf"error: {file}:\d+: {option}: (\./)?{re.escape(message.removeprefix('./'))}"
-    assert re.match(place_of_value, refusal(f"train {file}"))
-    if path == "acme/nine":
-        assert f"not looked up on the hub: {option} ({path});" in srtrl(f"show-config {file} --check").stdout
-    else:
-        assert re.match(place_of_value, refusal(f"show-config {file} --check"))
 
 
 def test_a_row_that_cannot_be_used_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which steps are captured, which graphs are kept, and when they are dropped."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 class Steps:
     """Steps, each a letter; the device remembers in which order it has computed them."""
 
-    def __init__(self, device: FakeCuda, *, has_graphs: bool = True) -> None:
+    def __init__(self, device: FakeCuda) -> None:
         self.device = device
-        self.graphs = StepGraphs(CUDA if has_graphs else None)
+        self.graphs = StepGraphs(CUDA)
         self.digits = torch.zeros((), dtype=torch.float64, device="cuda")
         self.num_left = 100
         """Computations until one fails."""
@@ -40,40 +41,6 @@ class Steps:
         return "".join("abc"[int(digit) - 1] for digit in f"{float(self.digits):.0f}")
 
 
-@pytest.mark.parametrize(
-    ("changes", "asked", "prepared", "num_captures", "num_replays"),
-    [
-        ({}, "ababab", "....++", 2, 3),  # captured when a shape comes again
-        ({"can_capture": False}, "aaa", ".++", 0, 0),  # not worth a graph
-        ({"has_graphs": False}, "aaa", ".++", 0, 0),
-    ],
-)
-def test_steps_are_computed_captured_and_replayed(
-    device: FakeCuda,
-    changes: dict[str, bool],
-    asked: str,
-    prepared: str,
-    num_captures: int,
-    num_replays: int,
-) -> None:
-    """Each once: a step that moves KV must not run twice."""
-    steps = Steps(device, has_graphs=changes.get("has_graphs", True))
-    assert steps.run(asked, can_capture=changes.get("can_capture", True)) == prepared
-    assert steps.done == asked
-    assert (device.num_captures, device.num_replays) == (num_captures, num_replays)
-    assert len(steps.graphs) == num_captures
-
-
-def test_a_pool_whose_last_graph_is_gone_is_not_used_again(device: FakeCuda) -> None:
-    steps = Steps(device)
-    steps.run("aabbcc")
-    steps.graphs.drop()
-    steps.run("c")
-    first, second, third, fourth = device.pools
-    assert first is second is third
-    assert fourth is not third
-
-
 def test_the_first_capture_warms_up_its_stream_and_memory_is_given_back_only_where_little_is_left(
     device: FakeCuda,
 ) -> None:
@@ -85,6 +52,14 @@ def test_the_first_capture_warms_up_its_stream_and_memory_is_given_back_only_whe
     device.free_bytes = 2**20
     steps.run("b")
     assert device.log == ["memory is given back", "capture on side", "b on side"]
+    assert steps.done == "aaabb", "each once: a step that moves KV must not run twice"
+    assert steps.run("ccab", can_capture=False) == ".+++", "not worth a graph, or captured"
+    steps.graphs.drop()
+    steps.run("a")
+    first, second, third = device.pools
+    assert first is second is not third, "a pool whose last graph is gone is not used again"
+    without = StepGraphs(None)
+    assert [without.run("a", Mock()) for _ in range(3)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

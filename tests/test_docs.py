@@ -1,9 +1,10 @@
-"""The documentation against the code: metrics that exist, links that lead somewhere, names that are there."""
+"""The documentation against the code: metrics, links, names, code and commands are there; what is to run, runs."""
 
+import ast
 import json
-import os
 import re
-import tomllib
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,10 @@ from tiny_run import make_recipe
 
 from srtrl.build import run_training
 from srtrl.checks import check_recipe
+from srtrl.cli import app
 from srtrl.metrics import read_metrics
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import build_recipe, read_source, read_yaml
+from srtrl.recipe.file import build_recipe, read_source
 from srtrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -29,6 +31,9 @@ PAGES = [
     *sorted(DOCS.rglob("*.md")),
 ]
 
+README, BENCHMARKS, INDEX = (
+    (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md", "docs/README.md")
+)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
@@ -203,19 +208,6 @@ def test_links_to_names_lead_to_their_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert behind == [], "run python docs/links.py"
 
 
-def test_continuous_integration_runs_what_the_repository_has() -> None:
-    """Its commands are targets of the Makefile or programs, on the versions of Python that the package names."""
-    workflow, _ = read_yaml((REPOSITORY / ".github/workflows/ci.yml").read_text(encoding="utf-8"), "ci.yml")
-    runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert runs == ["make setup", ".ci/run", "make test"]
-    targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {"setup", "test"} <= {*targets}
-    assert os.access(REPOSITORY / ".ci/run", os.X_OK)
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = {text.rpartition(" ")[2] for text in project["classifiers"] if "Python ::" in text}
-    assert {*workflow["jobs"]["linux"]["strategy"]["matrix"]["python"]} <= named
-
-
 def test_options_in_the_prose_of_all_pages_exist() -> None:
     fields = fields_of(Recipe)
     sections = "|".join({key.partition(".")[0] for key in fields if "." in key})
@@ -276,3 +268,79 @@ def test_the_recipe_lines_of_the_pages_pass_the_checks(tmp_path: Path) -> None:
             assert overrides
             source = read_source(tmp_path / "recipe.yaml", overrides)
             check_recipe(build_recipe(source), source)
+
+
+# --- Code and commands ----------------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_walkthrough_is_that_of_the_source() -> None:
+    page = (DOCS / "walkthrough.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n# (srtrl/\S+\.py) (\S+)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 6
+    for file, name, block in blocks:
+        tree: Any = ast.parse(text := (REPOSITORY / file).read_text(encoding="utf-8"))
+        for part in name.split("."):
+            [tree] = [node for node in tree.body if getattr(node, "name", None) == part]
+        source = [line.strip() for line in text.splitlines()[tree.lineno - 1 : tree.end_lineno]]
+        position = None  # of the next line of the source; None after lines that are left out
+        for line in map(str.strip, block.strip().splitlines()):
+            if line == "...":
+                position = None
+                continue
+            found = source.index(line) if position is None else position
+            assert source[found] == line, f"{file} {name}: {line}"
+            position = found + 1
+
+
+def test_files_and_recipes_that_commands_of_the_pages_name_are_there() -> None:
+    named = {
+        name
+        for page in PAGES
+        if page.name not in ("CHANGELOG.md", "LOG.md")
+        for name in re.findall(
+            r"(?<![\w./])((?:recipes|docs|srtrl|tests)/[\w/-]+\.(?:py|yaml|md|svg|ipynb|json))\b",
+            page.read_text(encoding="utf-8"),
+        )
+    }
+    assert len(named) > 20
+    assert sorted(name for name in named if not (REPOSITORY / name).exists()) == []
+
+
+def test_own_rows_of_the_readme_train_as_they_stand(tmp_path: Path) -> None:
+    [program] = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert 'num_steps": 20' in program
+    (tmp_path / "my_run.py").write_text(program.replace('num_steps": 20', 'num_steps": 2'), encoding="utf-8")
+    subprocess.run([sys.executable, "my_run.py"], cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    rows = list(read_metrics(tmp_path / "runs" / "my_run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert 0 < rows[0]["reward/is_right"] < 1
+
+
+def test_recorded_rollouts_of_the_readme_are_replayed_without_a_tokenizer() -> None:
+    [command] = re.findall(r"`srtrl (replay docs/recorded/\S+ [^`]*)`", README)
+    with_drafts, without = re.findall(r"([\d,]+) decode steps instead of ([\d,]+)", README)[0]
+    shown = run(*command.split(), "--json").stdout
+    assert f'"steps": {with_drafts.replace(",", "")},' in shown
+    assert f'"steps_without_drafts": {without.replace(",", "")},' in shown
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_repository_s_recordings_runs() -> None:
+    [command] = re.findall(r"`python (docs/bench_rollout.py --trace docs/recorded/[^`]*)`", BENCHMARKS)
+    shorter = "--slots 1 --max-tokens 8 --repeats 1 --prompts-used 1"
+    program = [sys.executable, *command.split(), *shorter.split()]
+    result = subprocess.run(program, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
+    assert "times as fast" in result.stdout
+
+
+def test_commands_of_the_readme_and_of_the_index_exist() -> None:
+    names = {
+        command.name or command.callback.__name__.replace("_", "-")
+        for command in app.registered_commands
+        if command.callback
+    }
+    names -= {"bench"}  # hidden: it says where its script is
+    names |= {group.name for group in app.registered_groups if group.name}
+    used = set(re.findall(r"(?:`|^ +)srtrl ([a-z-]+)", README + INDEX, re.MULTILINE))
+    assert used - names == set()
+    assert names - used == set(), "without a line in the table of docs/README.md"

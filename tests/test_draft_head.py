@@ -327,20 +327,3 @@ def test_loss_and_gradient_are_those_written_out(
     assert found_loss.item() == pytest.approx(loss.item(), rel=1e-12)
     expected = [parameter.grad for parameter in head.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("agree", "loss"), [(True, 0.0), (False, 0.25 * 40 + 0.75)])
-def test_loss_is_nothing_where_all_is_shared_and_finite_where_nothing_is(agree: bool, loss: float) -> None:
-    """A policy and a head that are both certain, of the same token or not."""
-    policy = update_cases.make_policy()
-    learner = build_draft_head(update_cases.make_recipe(rollout__draft_head={"k": 1}), policy)
-    assert learner is not None
-    hidden = torch.zeros(2, policy.config.hidden_size, dtype=torch.float64)
-    certain = torch.full((2, 19), -40.0 * update_cases.TEMPERATURE, dtype=torch.float64)
-    certain[:, 7] = 0.0
-    learner.head.double()
-    learner.head.logits = lambda state, length: certain[: len(state)]  # type: ignore[method-assign]
-    ids = torch.tensor([[7, 9]] * 2 if agree else [[9, 7]] * 2)
-    targets = torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)
-    texts = Texts(hidden, torch.arange(2), hidden, targets, ids)
-    assert learner.loss(texts, torch.arange(1)).item() == pytest.approx(loss)

@@ -1,6 +1,6 @@
 """Drafts that know the noise: trust is learned from such samples alone.
 
-That such drafts are better: the fork of the docs in `test_drafters.py`, and the twin in `test_texts.py`.
+Such drafts are those of the twin in `test_texts.py`.
 """
 
 from dataclasses import replace

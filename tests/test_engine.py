@@ -23,13 +23,17 @@ from engine_cases import (
     tiny_policy,
 )
 from page_cases import check_pages
+from runner_cases import random_trees
 from torch import Tensor
 from torch.nn import functional
 
 from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.engine import cpu_runner
+from srtrl.engine.batch import ScheduledStep
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
+from srtrl.engine.stats import EngineStats, StageClock
+from srtrl.engine.verify import Verified
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -125,20 +129,6 @@ def test_drafts_change_nothing_under_a_window(window: int) -> None:
     metrics = engine.take_metrics()
     assert metrics["engine/preemptions"] > 0
     assert metrics["engine/verified_per_decode_step"] > 1.3
-
-
-def test_the_decoder_follows_updates(expected: Outputs) -> None:
-    policy, changed = tiny_policy(), tiny_policy(scale=5.0)
-    engine = Engine(policy, options())
-    assert outputs(decode(engine, requests_for())) == expected
-    with torch.no_grad():
-        for target, source in zip(policy.parameters(), changed.parameters(), strict=True):
-            target.copy_(source)
-    engine.end_step(has_new_weights=True)
-    assert engine.policy_version == 1
-    after = decode(engine, requests_for())
-    assert outputs(after) == outputs(sequential(changed, requests_for()))
-    assert {version for one in after.values() for version in one.response.policy_versions} == {1}
 
 
 def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: Outputs) -> None:
@@ -259,3 +249,19 @@ def test_products_that_depend_on_the_number_of_rows_are_named_once(
     name = str(dtype).removeprefix("torch.")
     assert found == ([] if row_counts is None else [f"model.dtype: {name} products of {row_counts} rows"])
     cpu_runner.warn_of_rounding.cache_clear()
+
+
+def test_statistics_count_the_nodes_and_accepted_paths_of_primaries() -> None:
+    trees, num_new = random_trees(np.random.default_rng(0), [5, 0, 3, 4]), np.array([4, 1, 1, 2])
+    verified = Verified(
+        slots=np.arange(4),
+        token_ids=np.zeros(8, np.int32),
+        offsets=np.append(0, num_new.cumsum()),
+        nodes=np.zeros(8, np.int32),
+        finish=np.zeros(4, np.int8),
+        rows=np.zeros(4, np.int64),
+    )
+    stats = EngineStats()
+    stats.add_step(ScheduledStep(slots=verified.slots, num_primaries=3), trees, verified, StageClock())
+    assert (stats.num_decodes, stats.num_tokens, stats.num_drafts, stats.num_draft_nodes) == (3, 6, 2, 8)
+    assert stats.accepted_by_depth.tolist()[:4] == [1, 1, 1, 0]

@@ -30,7 +30,10 @@ from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.runner import SampledRows, page_bytes_of
+from srtrl.engine.step_inputs import Int32Array
 from srtrl.features.attention_head import load_eagle3
+from srtrl.features.draft_head import Float32Array
+from srtrl.features.head_drafter import HeadDrafter
 from srtrl.types import Request
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
@@ -67,6 +70,21 @@ def assert_same(found: Completions, expected: Completions) -> None:
     assert {key: (one[0], one[2]) for key, one in texts.items()} == {key: (o[0], o[2]) for key, o in others.items()}
     for key, (_, logprobs, _) in texts.items():
         np.testing.assert_allclose(logprobs, others[key][1], atol=2e-4, rtol=0)
+
+
+def record_guesses(engine: Engine) -> list[tuple[Int32Array, Float32Array]]:
+    """The list that gets the tokens and margins of all guesses of an engine's head."""
+    assert isinstance(engine.drafter, HeadDrafter)
+    guesses, found = engine.drafter._guesses, []
+    wait = guesses.wait
+
+    def recorded() -> tuple[Int32Array, Float32Array]:
+        tokens, margins = wait()
+        found.append((tokens.copy(), margins.copy()))
+        return tokens, margins
+
+    guesses.wait = recorded  # type: ignore[method-assign]
+    return found
 
 
 def check_rollouts(
@@ -173,7 +191,12 @@ def test_an_attention_head_has_the_guesses_of_the_cpu_path(
 
     requests = cuda_requests() if num_pages else cuda_requests(PROMPTS[1:2], max_new_tokens=7)
     pair = engine("cuda"), engine("cpu")
+    guesses, of_cpu = record_guesses(pair[0]), record_guesses(pair[1])
     metrics, others = check_rollouts(device, pair, requests, times=2 if num_pages else 1)
+    assert len(guesses) == len(of_cpu) > 5
+    for (tokens, margins), (expected, of_expected) in zip(guesses, of_cpu, strict=True):
+        assert tokens.tolist() == expected.tolist()
+        np.testing.assert_allclose(margins, of_expected, rtol=0, atol=1e-3)
     assert any(not isinstance(key, LaunchShape) for key in runner_of(pair[0])._graphs._graphs)
     names = [name for name in metrics if "acceptance_depth" in name or name == "engine/head_steps_share"]
     assert {name: metrics[name] for name in names} == {name: others[name] for name in names}

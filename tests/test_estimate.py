@@ -11,40 +11,14 @@ from typer.testing import CliRunner
 
 from srtrl.build import run_training
 from srtrl.cli import app
-from srtrl.engine.kv_memory import GIB
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.published_shapes import published_shape
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import read_config
-from srtrl.planner import find_config, plan_memory, step_time
 from srtrl.recipe.file import load_recipe
-from srtrl.run.estimate import GPUS, StepTime, checkpoint_bytes, cpu_time, describe_cost, describe_device
+from srtrl.run.estimate import checkpoint_bytes, describe_device
 
 QWEN = "Qwen/Qwen2.5-0.5B"
-TIME = "if each response has 1,024 tokens (computed for {}, without drafts and evaluations)"
-
-
-def test_time_on_a_cpu_is_what_a_step_reads_and_computes() -> None:
-    changes = ["rollout.num_prompts=2", "rollout.num_samples=4", "rollout.max_prompt_tokens=10", "rollout.slots=5"]
-    changes += ["rollout.max_new_tokens=100", "train.num_epochs=3", "model.dtype=float32", "algorithm.kl.coefficient=0"]
-    known = published_shape(QWEN)
-    assert known is not None
-    policy = Transformer(config_from_hf(known, QWEN), torch.float32, "meta")
-    weights, kv_bytes = sum(one.numel() for one in policy.parameters()), 24 * 2 * 2 * 64 * 4
-
-    def decoded(*waves: int) -> float:
-        read = sum(kv_bytes * 60 * number / 1e10 for number in waves)
-        return 100 * (read + weights * sum(max(4 / 1e10, 2 * number / 1e11) for number in waves))
-
-    def seconds(name: str, *overrides: str) -> float:
-        return cpu_time(load_recipe(Path(name), [*changes, *overrides]), policy, 2).step_seconds()
-
-    read = 2 * 20 * weights / 1e11
-    assert seconds("grpo_gsm8k") == pytest.approx(decoded(5, 3) + read + 18 * weights * 820 / 1e11)
-    more = seconds("grpo_gsm8k", "rollout.slots=auto", "rollout.num_prompts=33")
-    assert more == pytest.approx(decoded(64, 64, 4) + 16.5 * read + 18 * weights * 13_530 / 1e11), "64 slots"
-    dearer = seconds("ppo_math", "train.mini_batch_prompts=2", "algorithm.kl.coefficient=0.1")
-    assert dearer == pytest.approx(decoded(5, 3) + read + (2 * 18 + 2) * weights * 820 / 1e11)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__dtype": "bfloat16"}, {"model__lora": {"rank": 1}}], ids=str)
@@ -56,52 +30,6 @@ def test_a_checkpoint_has_the_computed_size(changes: dict[str, Any], policy: Pat
     model = Transformer(read_config(policy), torch.float32, "meta")
     computed = checkpoint_bytes(recipe, sum(weight.numel() for weight in model.parameters()))
     assert computed < num_bytes < computed + (120_000 if recipe.model.lora else 20_000)
-
-
-def test_a_teacher_counts_with_its_own_size() -> None:
-    """7.62 and 14.77 billion parameters, in bfloat16; the teacher scores, and is in no checkpoint."""
-
-    def times(*changes: str) -> StepTime:
-        recipe = load_recipe(Path("lora_math_7b"), ["algorithm.kl.coefficient=0", "rollout.slots=64", *changes])
-        config = find_config(recipe.model.path)[0]
-        return step_time(recipe, config, plan_memory(recipe, config, 140 * GIB), GPUS["h200"])
-
-    large = "algorithm.teacher.path=Qwen/Qwen2.5-14B"
-    without, beside, local, itself = found = (
-        times(),
-        times(large),
-        times(large, "model.path=bundled:tiny", "model.lora=null", "rollout.max_new_tokens=512"),
-        times("algorithm.teacher.path=Qwen/Qwen2.5-7B-Instruct"),
-    )
-    assert [describe_cost(one)[2].removeprefix("disk: ").partition(", ")[0] for one in found] == [
-        "15 GB to download for the model",
-        "45 GB to download for the model and the teacher",
-        "30 GB to download for the teacher",
-        "15 GB to download for the model and the teacher",
-    ]
-    assert describe_cost(without)[2].partition(", ")[2] == describe_cost(beside)[2].partition(", ")[2]
-    assert local.teacher_weights == beside.teacher_weights > itself.teacher_weights == without.num_weights
-    rollout = beside.recipe.rollout
-    num_tokens = rollout.num_prompts * (rollout.num_samples * rollout.max_new_tokens + rollout.max_prompt_tokens)
-    more = beside.update_seconds() - without.update_seconds()
-    assert more == pytest.approx(2 * beside.teacher_weights * num_tokens / (0.32 * 989e12))
-
-
-def test_lines_of_the_check() -> None:
-    def lines(recipe: str, *overrides: str) -> list[str]:
-        arguments = ["show-config", recipe, "--check", "device=cpu", "num_threads=1", *overrides]
-        return CliRunner().invoke(app, arguments).stdout.splitlines()[:-2]
-
-    assert lines("grpo_gsm8k") == [
-        f"time: about 15 h per step, 64 days in all, {TIME.format('1 thread of a CPU')}",
-        "  rollout 3.2 h; update 12 h (computed, not measured)",
-        "disk: 0.99 GB to download for the model, 14 GB of checkpoints (2 kept)",
-    ]
-    assert lines("grpo_gsm8k", "model.path=some/other") == []
-    assert lines("warm_start_tiny") == []
-    assert lines("quickstart", "train.num_steps=1")[2] == (
-        "disk: nothing to download, 0.0099 GB of checkpoints (1 kept)"
-    )
 
 
 def test_the_check_prints_what_it_computed_and_the_recipe_where_it_is_wanted() -> None:

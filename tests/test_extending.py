@@ -158,14 +158,6 @@ def test_a_judge_of_each_turn_is_learned_from(folder: Path, recipe_file: Path) -
     assert any(len([value for value in sample["token_rewards"] if value]) > 1 for sample in judged)
 
 
-def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
-    drafter = "rollout.draft_budget=3 train.num_steps=2"
-    _, rows = trained(recipe_file, "drafter=drafter:Drafter", drafter)
-    assert 1.2 < rows[-1]["engine/verified_per_decode_step"] <= 4
-    _, expected = trained(recipe_file, "drafter=drafter:Drafter", f"{drafter} rollout.drafter=none name=none")
-    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
-
-
 def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> None:
     command = next(command for command in COMMANDS if "reversal" in command)
     recipe = recipe_of(command, recipe_file)

@@ -69,8 +69,6 @@ LAYERS = (
 """In the order of imports: a file imports from its own row and those above; `TYPE_CHECKING` makes no difference."""
 PLAIN_CORE = ("algorithms", "model", "drafters", "engine", "rollout", "trainer")
 """A reader of plain GRPO needs these; a test above keeps `features` out of them."""
-RECORD = "a record, and its fields are what changes"
-TENSOR = "a tensor's gradient or its data"
 NAMES_OF_FEATURES = (
     "critic",
     "lora",
@@ -83,34 +81,6 @@ NAMES_OF_FEATURES = (
 )
 """Run-ahead and ranks are not among them: the core has a stand-in for each (`NoRunAhead`, `OneRank`)."""
 
-CHANGED_FROM_OUTSIDE = {
-    "engine/batch.py sample": RECORD,
-    "engine/engine.py self.stats": RECORD,
-    "engine/engine.py stats": RECORD,
-    "engine/scheduler.py holder": RECORD,
-    "engine/scheduler.py prompt": RECORD,
-    "engine/scheduler.py sample": RECORD,
-    "engine/scheduler.py step": RECORD,
-    "features/data_order.py known": RECORD,
-    "features/run_ahead.py step": RECORD,
-    "trainer/passes.py passes": RECORD,
-    "features/lora.py holder": TENSOR,
-    "features/lora.py parameter": TENSOR,
-    "trainer/optimizer.py master": TENSOR,
-    "trainer/optimizer.py parameter": TENSOR,
-    "trainer/passes.py holder": TENSOR,
-    "trainer/trainer.py self.context.engine": "the policy version that a checkpoint has",
-    "trainer/trainer.py self.parts.sampler": "the draws that a checkpoint has used; a user's `load` need not",
-    "build_models.py model": "how it is updated; most models are not",
-    "features/critic.py body": "a value model takes a policy's body over",
-    "engine/engine.py self.drafter": "whether the runner leaves a drafter time is known in the engine alone",
-    "features/head_drafter.py self.inner": "the same, handed on",
-    "engine/engine.py self.runner": "a count that is taken, and begins again at 0",
-    "engine/engine.py self.scheduler": "a count that is taken, and begins again at 0",
-}
-"""Objects whose attributes another one sets, in the files of `CONFIGURED`, and why they do: all others have what they
-need when they are made."""
-CONFIGURED = ("build*.py", "trainer/*.py", "engine/*.py", "features/*.py", "rollout/*.py")
 
 NOT_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
@@ -253,30 +223,6 @@ def test_the_walkthrough_lists_every_folder_and_its_lines() -> None:
     ]
     assert len(counts[0]) == 20, "17 rows and three sums"
     assert counts[0] == pytest.approx(counts[1], rel=0.1)
-
-
-def set_from_outside(tree: ast.AST) -> set[str]:
-    """The names whose attributes are assigned, such as `self.engine`; without `self`."""
-    targets: list[ast.expr] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            targets += [part for target in node.targets for part in getattr(target, "elts", [target])]
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets.append(node.target)
-    names = {ast.unparse(target.value) for target in targets if isinstance(target, ast.Attribute)}
-    return {name for name in names if re.fullmatch(r"[\w.]+", name)} - {"self"}
-
-
-def test_no_object_is_configured_after_it_was_made() -> None:
-    source = "a.b.c = self.d = 1\nself.e.f += 1\nx, g.h = i\nj: int = 1\nk.l: int = 1\nm(n).o = 1"
-    assert set_from_outside(ast.parse(source)) == {"a.b", "self.e", "g", "k"}
-    files = [file for pattern in CONFIGURED for file in PACKAGE.glob(pattern)]
-    changed = {
-        f"{file.relative_to(PACKAGE)} {name}"
-        for file in files
-        for name in set_from_outside(ast.parse(file.read_text()))
-    }
-    assert changed == CHANGED_FROM_OUTSIDE.keys()
 
 
 def test_files_and_functions_stay_readable() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from srtrl.files import write_atomic
-from srtrl.metrics import MetricLog, read_metrics
+from srtrl.metrics import MetricLog, StageTimer, read_metrics
 
 
 def test_finite_rows_come_back_as_written_and_others_are_refused_by_name(tmp_path: Path) -> None:
@@ -71,3 +71,15 @@ def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypa
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_stage_inside_another_pauses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 2.0, 5.0, 11.0, 20.0, 21.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    timer = StageTimer()
+    with timer.stage("rollout"), timer.stage("grading"):  # 1 to 2 and 5 to 11; 2 to 5
+        pass
+    with pytest.raises(KeyError), timer.stage("grading"):  # 20 to 21
+        raise KeyError
+    assert timer.take() == {"rollout": 7.0, "grading": 4.0}
+    assert timer.take() == {}

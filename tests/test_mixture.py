@@ -1,12 +1,11 @@
 """Several tasks in one run."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tiny_run import EASY, LUCKY, assert_same_run, make_recipe, train
+from tiny_run import EASY, LUCKY, make_recipe
 
 from srtrl.build import build_tokenizer
 from srtrl.metrics import read_metrics
@@ -101,17 +100,6 @@ def test_rewards_of_every_kind_see_the_samples_of_their_task_alone(policy: Path,
         tickets = [grader.submit(prompt, "1", "stop", number) for number, prompt in enumerate(prompts)]
         rewards = [grade.reward for grade in grader.collect(tickets)]
     assert rewards == pytest.approx([0 + 3, -1 + 2 * 2.01, 2 + 3.02, 3 + 3.03, -4 + 2 * 2.04])
-
-
-def test_a_resumed_run_of_partial_is_the_same(policy: Path, tmp_path: Path) -> None:
-    """`test_promises.py` has `on_policy`."""
-    mode = {"rollout__mode": "partial", "algorithm__old_logprobs": "recompute"}
-    whole, resumed = (
-        make_recipe(policy, tmp_path, task=[EASY, LUCKY], name=name, **mode) for name in ("whole", "resumed")
-    )
-    folder = train(whole).folder
-    shutil.copytree(folder, resumed.folder)
-    assert_same_run(train(resumed, resume=True, from_step=2).folder, folder)
 
 
 def test_each_sample_has_its_tasks_rewards(finished: Callable[..., Path]) -> None:

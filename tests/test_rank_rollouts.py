@@ -80,7 +80,8 @@ class Found:
     groups: list[Any] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    progress: list[int] = field(default_factory=list)
+    progress: list[tuple[int, int]] = field(default_factory=list)
+    """Samples that are done, and that are requested."""
     num_decoded: int = 0
     """Samples that this rank has decoded."""
     history: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
@@ -122,7 +123,7 @@ def rollouts(case: Case) -> Found:
             setattr(engine if case.broken == "step" else grader, case.broken, no_space)
         for _ in range(2):
             collector = collector_of(grader, turns, num_samples=case.num_samples)
-            collector.on_progress = lambda num_done, _: found.progress.append(num_done)
+            collector.on_progress = lambda *numbers: found.progress.append(numbers)
             engine.before_step = partial(before_step, engine, collector.ranks, case)
             if case.is_dynamic:
                 until_full = DrawsUntilFull(
@@ -186,7 +187,9 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
         for same in ("engine/tokens", "engine/cache_hit_rate"):
             assert [row.get(same) for row in one.metrics] == [row.get(same) for row in truth.metrics]
     assert sum(one.num_decoded for one in found) == truth.num_decoded  # nothing was decoded twice
-    assert sorted(chain(*(one.progress for one in found))) == sorted(truth.progress)
+    done = [number for one in found for number, _ in one.progress]
+    assert sorted(done) == sorted(number for number, _ in truth.progress)
+    assert case.is_dynamic or {total for _, total in truth.progress} == {case.num_draws * case.num_samples}
     for row in found[0].metrics:
         assert 0 <= row["engine/ranks_idle_share"] < 1
         assert row["engine/rank_seconds_max"] > 0

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
+from srtrl.build_models import build_draft_head
 from srtrl.features.critic import Critic, values_column
+from srtrl.features.draft_head_learner import NUM_STEPS
 from srtrl.features.lora import LoraAdamW
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.sharding import reshard, shard
 from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
-from srtrl.trainer.objective import logprobs_column
+from srtrl.trainer.objective import PolicyLearner, logprobs_column
 from srtrl.trainer.optimizer import MasterAdamW, build_optimizer
 from srtrl.trainer.passes import UpdateContext, fill
 from srtrl.types import TrainSequence
@@ -141,6 +143,30 @@ def test_ranks_learn_what_one_process_learns(name: str, sharding: str) -> None:
     assert found[0] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
     for array_name, array in arrays.items():
         np.testing.assert_allclose(found[1][array_name], array, rtol=0, atol=1e-6, err_msg=array_name)
+
+
+def learn_head() -> tuple[dict[str, float], Arrays]:
+    """A draft head beside the policy, from fewer tokens than its optimizer has steps."""
+    policy = make_policy(dtype=torch.float32)
+    recipe = make_recipe(rollout__draft_head={}, train__micro_batch_tokens=BUDGET)
+    learner = build_draft_head(recipe, policy)
+    assert learner is not None
+    learner.head.refresh(policy)
+    before = [parameter.detach().clone() for parameter in learner.head.parameters()]
+    policy_learner = PolicyLearner(policy, build_optimizer(policy, **ADAMW), recipe, [learner])
+    sequences = make_sequences(policy)
+    assert sum(len(sequence.targets) for sequence in sequences) < 2 * NUM_STEPS
+    metrics = policy_learner.learn(sequences, UpdateContext(recipe=recipe, step=1))
+    assert not any(map(torch.equal, before, learner.head.parameters()))
+    return metrics, arrays_of("head", list(learner.head.parameters()))
+
+
+def test_a_draft_head_learns_from_fewer_tokens_than_its_optimizer_has_steps() -> None:
+    found, second = run_ranks(2, learn_head)
+    assert is_same(found, second)
+    for metrics in (found[0], learn_head()[0]):
+        assert 0 < metrics["draft_head/loss"] < 10
+        assert 0 < metrics["draft_head/grad_norm"] < 10
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def test_show_config_says_whether_a_step_fits_and_what_would_help(
     assert result.exit_code == (2 if parts[0].startswith("error") else 0)
     for part in parts:
         assert part in result.output
+    assert not ("does not fit" in result.output and "time: " in result.output), "no time of a step that does not fit"
 
 
 OPTIONS: list[dict[str, Any]] = [

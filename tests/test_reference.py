@@ -26,7 +26,6 @@ from update_cases import NO_LIMIT, RecordingSGD, distance, make_recipe, update
 from srtrl.build import build_tokenizer
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
-from srtrl.metrics import read_metrics
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, named_tensors, save_model
 from srtrl.recipe.file import load_recipe
@@ -88,17 +87,6 @@ def test_two_steps_of_the_page_have_the_tokens_and_rewards_of_a_run(
             for sample, reward in zip(group.samples, group.rewards, strict=True)
         ]
         assert len({reward for *_, reward in found}) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_page_prints_the_mean_rewards_of_the_quickstart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page.main()
-    printed = [line.split(", ") for line in capsys.readouterr().out.splitlines()]
-    rows = read_metrics(run_quickstart(tmp_path, num_prompts=32) / "metrics.jsonl")
-    expected = [f"step {row['step']:.0f}: mean reward {row['reward/mean']:.4f}" for row in rows if row["step"] > 0]
-    assert [reward for reward, _ in printed] == expected
-    assert all(float(speed.split()[0]) > 2 for _, speed in printed)
 
 
 # --- Models of three families ----------------------------------------------------------------------------------------

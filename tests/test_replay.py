@@ -166,15 +166,6 @@ def test_steps_of_a_folder_of_logs_follow_each_other_and_a_prompt_keeps_its_name
         read_recorded(tmp_path, tokenizer=None, max_tokens=5)
 
 
-def test_progress_is_shown_on_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("srtrl.bench.recorded.SECONDS_PER_LINE", -1.0)
-    prompts = {"a": [[1, 1]], "b": [[2, 2]]}
-    replay(prompts)
-    assert capsys.readouterr() == ("", "prompts replayed: 0 of 2\nprompts replayed: 1 of 2\n")
-
-
 def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(tmp_path: Path) -> None:
     columns = ("id", "prompt_token_ids", "draw_index", "sample_index", "token_ids")
     values = [("p1", [1], 0, 1, [6, 7, 7]), ("p1", [1], 0, 0, [5, 5, 5, 5]), ("p2", [2], 1, 0, [8, 8])]

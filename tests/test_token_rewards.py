@@ -17,7 +17,7 @@ from bench_cases import printed
 from environment_cases import TOKENIZER, ask, completion_of, encode, section_of
 from rollout_cases import make_group
 from task_cases import Rows, byte_tokenizer, prompt_of
-from tiny_run import PPO, learned_rows, make_recipe, train
+from tiny_run import PPO
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -30,7 +30,6 @@ from srtrl.environments.turns import EnvironmentTurns
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.report.page import write_report
 from srtrl.rollout.one_turn import OneTurn
-from srtrl.run.steps import latest_checkpoint
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.tasks.reward_input import RewardInput, batched, isolated
 from srtrl.trainer.credit import CreditAssigner, train_sequences
@@ -249,54 +248,17 @@ def test_token_level_advantages_read_each_token_and_others_the_sum() -> None:
     assert list(credit.advantages.values()) == [0.6, 0.6, 0.6, 1.0], "of `total`, in float64"
 
 
-def by_token(sample: RewardInput) -> list[float]:
-    """0, 0.25, 0.5 or 0.75 for each token."""
-    return [token % 4 / 4 for token in sample.token_ids]
-
-
 @batched
 def by_text(samples: list[RewardInput]) -> list[list[float]]:
     """Of the texts of tokens, which the first rank makes for all."""
     return [[sum(text.encode()) % 4 / 4 for text in sample.token_texts] for sample in samples]
 
 
-def on_last(sample: RewardInput) -> list[float]:
-    return [0.0] * (sample.num_tokens - 1) + [number(sample)]
-
-
-def number(sample: RewardInput) -> float:
-    return sum(sample.token_ids) % 7 / 7
-
-
-def named(name: str, weight: float = 1.0) -> list[dict[str, Any]]:
-    """A reward of this file and `correct`."""
-    return [{"name": f"{__name__}:{name}", "weight": weight}, {"name": "correct", "weight": 0.5}]
-
-
-def weights_of(folder: Path) -> bytes:
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    assert checkpoint is not None
-    return (checkpoint / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("changes", [{}, PPO], ids=["group_relative", "gae"])
-def test_zeros_and_a_number_on_the_last_token_are_that_number(
-    changes: dict[str, Any], policy: Path, tmp_path: Path
-) -> None:
-    for name in ("number", "on_last", "by_token"):
-        train(make_recipe(policy, tmp_path / name, rewards=named(name), train__num_steps=2, **changes))
-    folders = [tmp_path / name / "run" for name in ("number", "on_last", "by_token")]
-    rows = [learned_rows(folder) for folder in folders]
-    assert [{k.replace("on_last", "number"): v for k, v in row.items()} for row in rows[1]] == rows[0]
-    assert weights_of(folders[1]) == weights_of(folders[0]) != weights_of(folders[2])
-    tables = [pq.read_table(folder / "rollouts" / "step_000001.parquet") for folder in folders[:2]]
-    assert set(tables[1].column_names) - set(tables[0].column_names) == {"token_rewards", "reward_on_last"}
-
-
 @pytest.fixture
 def run(finished: Callable[..., Path]) -> Path:
     """A PPO run with a number for each token."""
-    return finished(rewards=named("by_text"), **PPO)
+    rewards = [{"name": f"{__name__}:by_text"}, {"name": "correct", "weight": 0.5}]
+    return finished(rewards=rewards, **PPO)
 
 
 # --- What is written and shown ----------------------------------------------------------------------------------------

@@ -356,16 +356,6 @@ def test_progress_is_a_line_in_two_seconds_and_on_a_terminal_the_stage(
         assert text.splitlines() == lines
 
 
-def test_a_line_of_all_parts_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = iter([100.0, 200.0])
-    monkeypatch.setattr("srtrl.run.progress.monotonic", lambda: next(ends))
-    output, text = io.StringIO(), "accuracy 54.3%  2.32 tokens per decode step  100.0 s"
-    progress = RunProgress(5200, console=Console(file=output, width=80))
-    for step in (4998, 4999):
-        progress.step(step, text, reward=0.5)
-    assert f"\nstep 4999/5200  reward 0.500  {text}  5:35:00 left\n" in output.getvalue()
-
-
 def test_a_gain_is_coloured_and_a_step_without_a_reward_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, style in {
         "gain:      +24.9 points": "green",
@@ -464,6 +454,10 @@ def test_figures_of_a_run_and_its_steps_for_people() -> None:
     assert "training reward, first to last" in headline(run_figures(steps[:1]))
     assert headline(run_figures([])) == {"time of all stages": "0 min 0 s"}
     assert headline(run_figures(rows))["time of all stages"] == "2 h 0 min"
+    for index, name, shown in ((3, "reward/mean", "reward/mean"), (0, "eval/accuracy_low", "accuracy_low")):
+        lost = [{key: value for key, value in row.items() if key != name} for row in rows]
+        with pytest.raises(ValueError, match=f"metrics.jsonl: the row of step [03] has no {shown}"):
+            run_figures([*rows[:index], lost[index], *rows[index + 1 :]])
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(

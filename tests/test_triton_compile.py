@@ -23,11 +23,11 @@ from kernels import FIRST, HOPPER, KERNELS, SHARED_MEMORY, STEP, targets
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_without_interpreter(program: str, *options: str, timeout: int) -> str:
-    """Output of a program of docs/, in a process that compiles."""
+def run_without_interpreter(*options: str, timeout: int) -> str:
+    """Output of `docs/kernels.py`, in a process that compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "docs" / program), *options]
+    command = [sys.executable, str(ROOT / "docs" / "kernels.py"), *options]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=timeout)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -40,7 +40,7 @@ def run_without_interpreter(program: str, *options: str, timeout: int) -> str:
 def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
     everything = request.param == "everything"
     options = ["--everything"] if everything else []
-    printed = run_without_interpreter("kernels.py", *options, timeout=280 if everything else 110)
+    printed = run_without_interpreter(*options, timeout=280 if everything else 110)
     found: dict[str, Any] = json.loads(printed)
     return found | {"targets": targets(everything)}
 
@@ -78,10 +78,3 @@ def test_a_step_launches_what_it_did(compiled: dict[str, Any]) -> None:
     found = {name: count * 28 for name, count in per_layer.items() if name != "add_rms_norm_rows"}
     found["add_rms_norm_rows"] = (per_layer["add_rms_norm_rows"] - 1) * 28 + 1  # the last one is of no layer
     assert compiled["step"] | found == STEP
-
-
-@pytest.mark.slow
-def test_the_table_of_the_update_is_what_its_program_prints() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- update -->\n")[2].partition("<!-- end of update -->")[0]
-    assert table == run_without_interpreter("update_time.py", timeout=60)

@@ -6,8 +6,9 @@ stops an update does so before the weights change, with a message that says what
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from update_cases import CALLS, RecordingSGD, distance, flawed, make_policy, mak
 
 from srtrl import build, build_models
 from srtrl.model.transformer import Transformer
+from srtrl.rollout.packing import pack
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer.learner import mini_batches
 from srtrl.trainer.objective import LogprobDifferenceError, logprob_difference
@@ -166,6 +168,29 @@ def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches(
     rising = [(index + 1) / (warmup + 1) for index in range(warmup)]
     falling = [share(index / (12 - warmup)) for index in range(12 - warmup)]
     assert optimizer.rates == pytest.approx([1e-3 * f for f in (*rising, *falling)], rel=1e-12)
+
+
+def test_a_micro_batch_is_made_when_it_is_asked_for() -> None:
+    """The device holds one at a time; what is wrong with a later sequence is said before the first is made."""
+
+    def sequence(num_tokens: int) -> TrainSequence:
+        zeros = np.zeros(num_tokens - 1, np.float32)
+        return TrainSequence(
+            token_ids=np.arange(num_tokens),
+            targets=np.arange(1, num_tokens),
+            draw_index=next(draws),
+            rollout_logprobs=zeros,
+            advantages=zeros,
+        )
+
+    draws = count()
+    sequences = [sequence(3) for _ in range(5)]
+    batches = pack(sequences, 4, "cpu")
+    assert isinstance(batches, Iterator)
+    assert len(list(batches)) == 3
+    assert list(pack([], 8, "cpu")) == []
+    with pytest.raises(ValueError, match=r"sequence 5 has 7 tokens, more than the 6 .*_tokens to at least 7"):
+        pack([*sequences, sequence(7)], 6, "cpu")
 
 
 # --- Metrics, and what stops an update --------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class CudaStep:
     num_moves: Tensor
     """[1] int32."""
     moves: Tensor
-    """[MAX_ROWS, 3] int32, what the step before has left to move; see `verify.plan_moves`."""
+    """[LaunchShape.max_moves, 3] int32, what the step before has left to move; see `verify.plan_moves`."""
     hidden: Tensor
     """[N, D], written."""
     tokens: Tensor

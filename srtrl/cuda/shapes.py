@@ -50,6 +50,8 @@ class LaunchShape(NamedTuple):
     step: StepShape
     num_tiles: int
     """M."""
+    max_moves: int
+    """Moves of KV that the step before may leave: as many as it verifies draft nodes."""
     rows_per_tile: int = 1
     """Rows of a sequence that share one tile of the attention kernel."""
     block_m: int = 16
@@ -68,7 +70,7 @@ class LaunchShape(NamedTuple):
             "tiles": (np.int32, (self.num_tiles, 4)),
             "split_keys": (np.int32, (1,)),
             "num_moves": (np.int32, (1,)),
-            "moves": (np.int32, (MAX_ROWS, 3)),
+            "moves": (np.int32, (self.max_moves, 3)),
             **self.step.fields(),
         }
 
@@ -99,6 +101,7 @@ class ShapePlanner:
         self._device = device
         self._max_tables = 2 * options.slots  # a sample may have a chunk and decode in the same step
         drafts = MAX_ROWS if options.draft_budget == "auto" else options.slots * options.draft_budget
+        self._max_moves = max(1, drafts)  # an empty array has no address
         self._max_sampled = options.slots + drafts
         self._max_rows = options.slots + options.prefill_chunk_tokens + max(MAX_ROWS, drafts)
         self.least_width = padded_width(1, self.max_table_width, -(-MIN_TABLE_TOKENS // options.page_size))
@@ -113,7 +116,7 @@ class ShapePlanner:
             table_width=self.max_table_width,
             num_tables=padded_rows(self._max_tables),
         )
-        return LaunchShape(step, num_tiles=rows)
+        return LaunchShape(step, num_tiles=rows, max_moves=self._max_moves)
 
     def graph_shapes(self) -> list[LaunchShape]:
         """The shapes of all steps that are captured, where page tables have their least width; the largest first."""
@@ -173,6 +176,7 @@ class ShapePlanner:
         return LaunchShape(
             step,
             num_tiles=num_tiles,
+            max_moves=self._max_moves,
             rows_per_tile=rows_per_tile,
             block_m=block_m,
             num_splits=max(1, min(filling, by_room, by_length, MAX_NUM_SPLITS)),

@@ -131,7 +131,8 @@ class StatisticsOrder(Order):
 
     def observe(self, groups: Sequence[RolloutGroup], num_draws: int) -> None:
         """See `Order`."""
-        is_later = bool(self._ahead and self._ahead[0][0])
+        self.prompt_of(num_draws)  # other ranks may have opened the last draws
+        is_later = self._ahead[0][0] > 0
         self._drawn += self._ahead[: num_draws - len(self._drawn)]
         self._ahead.clear()
         known, num_right, num_wrong = self.statistics, 0, 0

@@ -100,12 +100,13 @@ class DraftHeadLearner:
         self._texts.append(Texts(hidden, places, embedded, targets.softmax(-1), target_ids))
 
     def after_mini_batch(self, place: str) -> None:
-        """`NUM_STEPS` steps of the head's AdamW; all ranks call it, and take the same ones. `place` names them."""
+        """At most `NUM_STEPS` steps of the head's AdamW, on all ranks the same ones. `place` names them in errors."""
         texts = Texts(*map(torch.cat, zip(*self._texts, strict=True))) if self._texts else None
         self._texts = []
         starts = torch.arange(0, len(texts.hidden) if texts else 0, STRIDE, device=self.head.norm.device)
         holders = self.optimizer.holders(self.head)
-        for part in range(NUM_STEPS):
+        num_starts = max(ranks.gather(len(starts), f"the tokens of the draft head, {place}"))
+        for part in range(min(NUM_STEPS, num_starts)):  # each has a token, of some rank
             sums = torch.zeros(2, dtype=torch.float64, device=starts.device)  # loss, and tokens
             rows = starts[part::NUM_STEPS]
             if texts is not None and len(rows):
@@ -115,11 +116,10 @@ class DraftHeadLearner:
             sum_gradients(holders)
             ranks.sum([sums], f"the loss of the draft head, {place}")
             gradients = [holder.grad for holder in holders if holder.grad is not None]
-            if len(gradients) == len(holders):
-                torch._foreach_div_(gradients, sums[1].clamp(min=1).to(gradients[0].dtype))
-                norm = torch.nn.utils.clip_grad_norm_(holders, MAX_GRAD_NORM)
-                self.optimizer.step()
-                self._figures.append(torch.stack((sums[0] / sums[1], norm.double())))
+            torch._foreach_div_(gradients, sums[1].to(gradients[0].dtype))
+            norm = torch.nn.utils.clip_grad_norm_(holders, MAX_GRAD_NORM)
+            self.optimizer.step()
+            self._figures.append(torch.stack((sums[0] / sums[1], norm.double())))
             self.optimizer.zero_grad(set_to_none=True)
 
     def loss(self, texts: Texts, rows: Tensor) -> Tensor:

@@ -36,16 +36,12 @@ def write_report(folder: Path) -> Path:
     Works on a run that is going on, was interrupted, or did not keep its rollouts: what is missing is left out.
 
     Raises:
-        ValueError: `folder` is not a run's folder, nothing has been logged yet, a row lacks a metric, or `report.html`
-            is not a report.
+        ValueError: `folder` is not a run's folder, nothing has been logged yet, a row lacks a metric of each step, or
+            `report.html` is not a report.
     """
     run, path = read_run(folder), folder / "report.html"
     check_output("report", path, MARK)
-    try:
-        page = render(run)
-    except KeyError as error:
-        raise ValueError(f"{folder / 'metrics.jsonl'}: a row has no {error}: was the file changed?") from error
-    write_atomic(path, page)
+    write_atomic(path, render(run))
     return path
 
 

@@ -26,6 +26,11 @@ NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", 
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
 MANY_TRUNCATED = 0.5
 """With a larger share of truncated responses there is a notice."""
+IN_EACH_STEP = (
+    *("reward/mean", "data/epoch", "engine/tokens", "engine/decode_steps", "engine/tokens_per_decode_step"),
+    *("time/rollout", "time/step"),
+)
+"""Metrics of each training step that `run_figures` and the report read."""
 TRAINING_REWARD, TIME = "training reward, first to last", "time of all stages"
 """Figures of a run."""
 
@@ -253,8 +258,13 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
 
     The first and the last evaluation with their 95% intervals, the training rewards, tokens and decode steps, and the
     seconds by stage.
+
+    Raises:
+        ValueError: a row lacks a metric that those of each training step, or of each evaluation, have.
     """
     steps = [row for row in rows if row["step"] > 0]
+    for row in steps:
+        _check_has(row, IN_EACH_STEP)
     evals = _evaluations(rows)
     figures: dict[str, str] = {}
     if evals:
@@ -331,8 +341,17 @@ def headline(figures: Mapping[str, str]) -> dict[str, str]:
 
 
 def _evaluations(rows: Sequence[MetricRow]) -> list[MetricRow]:
-    """Those among the rows of `metrics.jsonl`, as `held_out_figures`."""
-    return [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
+    """Those among the rows of `metrics.jsonl`, as `held_out_figures`; ValueError as of `run_figures`."""
+    evaluations = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
+    for row in evaluations:
+        _check_has(row, ("num_problems", "num_samples", *(f"{main_figure(row)}{end}" for end in ("", "_low", "_high"))))
+    return evaluations
+
+
+def _check_has(row: MetricRow, names: Iterable[str]) -> None:
+    """Raise ValueError if a row of `metrics.jsonl` lacks one of these metrics."""
+    if missing := [name for name in names if name not in row]:
+        raise ValueError(f"metrics.jsonl: the row of step {row['step']:g} has no {missing[0]}: was the file changed?")
 
 
 def longest_stages(rows: Sequence[MetricRow]) -> list[tuple[str, float]]:
