@@ -11,7 +11,7 @@ from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
 from srtrl.cuda.tiles import AttentionScratch, TiledRows, fill_tiles
-from srtrl.engine.step_inputs import PrefillChunk, StepInputs, StepShape, fill_inputs, num_elements
+from srtrl.engine.step_inputs import PrefillChunk, StepInputs, StepShape, fill_inputs
 from srtrl.model.paged_attention import KVCache, TreeRows
 
 
@@ -55,8 +55,7 @@ def make_step(
         table_width=width + 1,
         num_tables=num_tables + padding,
     )
-    buffer = np.full(num_elements(shape.fields()), 123456789, np.int32)
-    inputs = StepInputs.of(buffer, shape)
+    inputs = StepInputs(shape, *(np.full(size, 123456789, dtype) for dtype, size in shape.fields().values()))
     batch = batch_arrays(
         token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),
         num_tokens=np.array(contexts, np.int64),

@@ -17,11 +17,12 @@ from runner_cases import Samples, cuda_runner, random_trees, runner_policy
 from srtrl import build
 from srtrl.cuda import compiler, shapes
 from srtrl.cuda import runner as cuda_runner_module
+from srtrl.cuda.buffers import num_elements
 from srtrl.cuda.runner import CudaRunner
 from srtrl.cuda.shapes import MAX_SAMPLED_PROMPT_ROWS, LaunchShape, ShapePlanner, padded_rows, row_edges
 from srtrl.cuda.tiles import H200
 from srtrl.engine.runner import EngineOptions, RowFilters
-from srtrl.engine.step_inputs import StepSize, num_elements
+from srtrl.engine.step_inputs import StepSize
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.published_shapes import SHAPES
 from srtrl.model.transformer import Transformer

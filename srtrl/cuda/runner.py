@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from srtrl.cuda.buffers import aligned, num_elements, slices_of, views_of
 from srtrl.cuda.graphs import StepGraphs
 from srtrl.cuda.layers import fused_forward, move_kv
 from srtrl.cuda.sampling import SamplingScratch, sample_rows_triton
@@ -23,17 +24,7 @@ from srtrl.cuda.shapes import LOGITS_AT_ONCE, LaunchShape, ShapePlanner, row_edg
 from srtrl.cuda.tiles import H200, AttentionScratch, DeviceLimits, TiledRows, fill_tiles
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs
-from srtrl.engine.step_inputs import (
-    Array,
-    Int32Array,
-    Int64Array,
-    StepInputs,
-    StepSize,
-    aligned,
-    num_elements,
-    slices_of,
-    views_of,
-)
+from srtrl.engine.step_inputs import Array, Int32Array, Int64Array, StepInputs, StepSize
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer, layer_states
 from srtrl.types import TopTokens

@@ -17,7 +17,6 @@ Float64Array = npt.NDArray[np.float64]
 
 MAX_CHILDREN = MAX_PLACES + NUM_TOP + 2 * WAYS
 """Tokens of a node's places, of a distribution, and of two contexts of other prompts."""
-NOT_YET = np.inf
 NOISE_POWER = 0.8
 """The noise g of a token multiplies its count by e^(NOISE_POWER x g): a count is only a guess at its probability."""
 MAX_CONTEXTS = 7
@@ -41,7 +40,7 @@ class Children(NamedTuple):
     counts: Int32Array
     """Occurrences in all contexts so far."""
     noise: Float64Array
-    """See `gumbel_of`; `NOT_YET` where no context has needed it."""
+    """See `gumbel_of`; 0 where it is not known."""
     weights: Float64Array
     """Probability: the sum of its shares."""
     shares: Float64Array
@@ -76,10 +75,10 @@ def gumbel_of(row: Row, token: int) -> float:
 
 
 @inlined
-def add_child(children: Children, num: int, token: int) -> None:
+def add_child(children: Children, num: int, token: int, row: Row) -> None:
     """Write a child without weight."""
     children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
-    children.noise[num] = NOT_YET
+    children.noise[num] = gumbel_of(row, token) if row.is_known else 0.0
 
 
 @inlined
@@ -90,8 +89,6 @@ def share_out(children: Children, context: int, num: int, row: Row, listed: int,
         total = 0.0
         for i in range(num):
             if 0 < shares[i] < listed:  # of a single one the noise does not matter
-                if children.noise[i] == NOT_YET:
-                    children.noise[i] = gumbel_of(row, children.token_ids[i])
                 shares[i] *= math.exp(NOISE_POWER * children.noise[i])
             total += shares[i]
     scale_shares(children, context, num, cell, mass / total)

@@ -56,11 +56,6 @@ class RolloutCache:
         self._rollouts: dict[tuple[int, ...], list[CachedRollout]] = {}
         """By prompt, the newest last; the prompt that was added to last comes last."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rollouts, prompts not counted."""
-        return sum(len(rollout.tokens) for rollouts in self._rollouts.values() for rollout in rollouts)
-
     def add(
         self, prompt: tuple[int, ...], tokens: Sequence[int] | Tokens, distributions: Tokens = NO_DISTRIBUTIONS
     ) -> None:

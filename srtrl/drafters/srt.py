@@ -63,8 +63,8 @@ class Drafter(DrafterBase):
         """Numbers of the prompts whose texts are in the store."""
         self._live: dict[int, Request] = {}
         """By slot."""
-        self._known: dict[int, dict[int, Int32Array]] = {}
-        """Distributions of the samples that have left their slots in this step: by RNG key and `text_start`."""
+        self._known = defaultdict[int, list[tuple[int, Int32Array]]](list)
+        """By RNG key: `text_start` and distributions of the samples that have left their slots in this step."""
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
         """Texts of samples to come, by prompt and RNG key: those learned in the last step, and in this one."""
         self._num_repeated = 0
@@ -228,11 +228,7 @@ class Drafter(DrafterBase):
         for slot in slots:
             request = self._live.pop(slot)
             known = self.store.arrays.known[self.store.positions(slot)[1:]]
-            of_turns = self._known.setdefault(request.rng_key, {})
-            before = of_turns.get(request.text_start, NO_DISTRIBUTIONS)[: len(known)]
-            is_new = known[: len(before), 0] == UNKNOWN
-            known[: len(before)][is_new] = before[is_new]
-            of_turns[request.text_start] = known
+            self._known[request.rng_key].append((request.text_start, known))
         self._learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
@@ -256,10 +252,12 @@ class Drafter(DrafterBase):
 
     def _distributions(self, rng_key: int, text: Int32Array) -> Int32Array:
         """The known distributions of a sample's tokens: [tokens, SIZE], or [0, SIZE]."""
-        found = unknown(len(text))
-        for turn, (start, known) in enumerate(sorted(self._known.pop(rng_key, {}).items())):
-            of_turn = found[start + turn :][: len(known)]
-            of_turn[:] = known[: len(of_turn)]
+        found, parts = unknown(len(text)), self._known.pop(rng_key, [])
+        starts = sorted({start for start, _ in parts})
+        for start, known in parts:
+            of_turn = found[start + starts.index(start) :][: len(known)]
+            is_known = known[: len(of_turn), 0] != UNKNOWN
+            of_turn[is_known] = known[: len(of_turn)][is_known]
         return found if (found[:, 0] != UNKNOWN).any() else NO_DISTRIBUTIONS
 
     def learn_texts(self, texts: TextsByKey) -> None:
@@ -283,21 +281,18 @@ class Drafter(DrafterBase):
         """Forget all texts: they are inserted again, from the newest rollouts. No sample is live."""
         self.learn_deferred()
         self.store.clear()
-        self._prompts, self._known, self._kept_bytes = {}, {}, 0
+        self._prompts, self._kept_bytes = {}, 0
+        self._known.clear()
         self._texts = [self._texts[1], {}]
         self._taught = set()
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
         self.learn_deferred()
-        caches = self.caches.values()
-        metrics: dict[str, float] = {
-            f"engine/cache_{name}": sum(getattr(cache, f"num_{name}") for cache in caches)
-            for name in ("tokens", "bytes")
-        }
-        metrics["engine/cache_bytes"] += self.store.num_bytes + sum(table.nbytes for table in self._ngrams.values())
-        metrics["engine/text_tokens_repeated"], self._num_repeated = self._num_repeated, 0
-        return metrics
+        num_bytes = sum(cache.num_bytes for cache in self.caches.values())
+        num_bytes += self.store.num_bytes + sum(table.nbytes for table in self._ngrams.values())
+        num_repeated, self._num_repeated = self._num_repeated, 0
+        return {"engine/cache_bytes": num_bytes, "engine/text_tokens_repeated": num_repeated}
 
     def save(self, folder: Path) -> None:
         """Write the completed rollouts: a file for each purpose. Trust is learned again within a step."""

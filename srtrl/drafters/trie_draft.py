@@ -21,7 +21,6 @@ from srtrl.drafters.children import (
     Row,
     add_child,
     find_child,
-    gumbel_of,
     make_children,
     scale_shares,
     share_out,
@@ -129,8 +128,7 @@ def _add_distribution(
     for number in range(NUM_TOP):
         chance = probability(known, 0, number)
         if chance > 0 and chance >= LIFT * negligible:
-            add_child(children, num, known[number])
-            children.noise[num] = gumbel_of(row, children.token_ids[num])
+            add_child(children, num, known[number], row)
             children.shares[0, num] = chance * math.exp(children.noise[num])
             listed += chance
             total += children.shares[0, num]
@@ -160,7 +158,7 @@ def _blend_contexts(
         while i < found.nums[node] and found.matches[node, i] == match:
             child = find_child(children, num, found.tokens[node, i])
             if child == num:
-                add_child(children, num, found.tokens[node, i])
+                add_child(children, num, found.tokens[node, i], row)
                 shares[num] = 0.0
                 num += 1
             distinct += children.counts[child] == 0
@@ -211,7 +209,7 @@ def _add_shared(
             if count == 0 or (i == num and part * count < negligible * total):
                 continue
             if i == num:
-                add_child(children, num, token)
+                add_child(children, num, token, row)
                 num += 1
             shares[i] = count
             listed += count

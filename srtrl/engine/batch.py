@@ -122,8 +122,6 @@ class Batch:
         self.temperatures: npt.NDArray[np.float32] = array(np.float32)
         self.top_k: Int64Array = array(np.int64)
         self.top_p: npt.NDArray[np.float64] = array(np.float64)
-        self.is_filtered: npt.NDArray[np.bool_] = array(np.bool_)
-        """[slots], whether top-k or top-p takes tokens away."""
         self.has_stop_strings: npt.NDArray[np.bool_] = array(np.bool_)
         self.end_tokens: Int32Array = array(np.int32, 1)
         """[slots, maximum number of end tokens], padded with `NO_TOKEN`."""
@@ -210,7 +208,6 @@ class Batch:
         self.rng_keys[slot] = request.rng_key
         self.temperatures[slot] = sampling.temperature
         self.top_k[slot], self.top_p[slot] = sampling.top_k, sampling.top_p
-        self.is_filtered[slot] = sampling.top_k > 0 or sampling.top_p < 1
         self.has_stop_strings[slot] = bool(sampling.stop_strings)
         missing = len(sampling.end_token_ids) - self.end_tokens.shape[1]
         if missing > 0:

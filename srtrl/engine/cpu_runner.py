@@ -19,7 +19,6 @@ from srtrl.engine.step_inputs import (
     StepShape,
     StepSize,
     num_ancestor_words,
-    num_elements,
 )
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.paged_attention import PagedPlan, TreeRows
@@ -48,7 +47,6 @@ class CpuRunner(Runner):
     def __init__(self, policy: Transformer, options: EngineOptions) -> None:
         super().__init__(policy, options)
         self.num_words = num_ancestor_words(options.max_draft_nodes)
-        self._buffer: Int32Array = np.empty(0, np.int32)
         self._sampled: SampledRows | None = None
         self._last: tuple[Tensor, SampledRows] | None = None
         """Logits [L, V] of the last step, and what was sampled from them."""
@@ -71,9 +69,7 @@ class CpuRunner(Runner):
             table_width=size.max_pages,
             num_tables=len(size.rows_per_sequence),
         )
-        if num_elements(shape.fields()) > len(self._buffer):
-            self._buffer = np.zeros(2 * num_elements(shape.fields()), np.int32)
-        return StepInputs.of(self._buffer, shape)
+        return StepInputs(shape, *(np.empty(size, dtype) for dtype, size in shape.fields().values()))
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:

@@ -344,11 +344,9 @@ class Engine:
         batch, slots, sizes = self.batch, step.slots, trees.sizes
         inputs = self.runner.inputs_for(batch.step_size(step, sizes))
         fill_inputs(inputs, batch.arrays, slots, trees, step.chunks, self.pool.page_size)
-        filters = None
-        if batch.is_filtered[slots].any():
-            filters = RowFilters(
-                top_k=np.repeat(batch.top_k[slots], 1 + sizes), top_p=np.repeat(batch.top_p[slots], 1 + sizes)
-            )
+        top_k, top_p, filters = batch.top_k[slots], batch.top_p[slots], None
+        if top_k.any() or (top_p < 1).any():
+            filters = RowFilters(top_k=np.repeat(top_k, 1 + sizes), top_p=np.repeat(top_p, 1 + sizes))
         self.clock.lap("rows")
         self.runner.launch(inputs, filters)
         self.clock.lap("forward")

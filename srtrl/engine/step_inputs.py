@@ -1,8 +1,5 @@
 """The rows of a decode step: which tokens the forward pass computes, where their KV goes, what each row sees.
 
-All of a step's inputs are views of one flat int32 buffer (`StepShape`), so that a GPU gets them in a single copy and
-a captured graph finds them at the same addresses. It is laid out alike on the host and on the device.
-
 Rows come in this order: for each decoding sequence its root (its last committed token), then the nodes of its draft
 tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 1 positions after its root's, at any
 depth; accepted ones are later moved to where their depth belongs. So a row's ancestors in the tree are bits: bit
@@ -12,7 +9,6 @@ Letters: N rows, L rows that are sampled (the first ones), B sequences and chunk
 padded to the step's shape.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,38 +25,10 @@ Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Fields = dict[str, tuple[type[Any], tuple[int, ...]]]
-"""Dtype and shape of each array of a buffer, in the order in which they lie there."""
+"""Dtype and shape of each array."""
 
-ALIGNMENT = 32
-"""Elements: each array begins at a multiple of 128 bytes, so that a kernel is compiled for one alignment only."""
 NO_KV_INDEX = -1
 """KV index of a padding row: nothing is written."""
-
-
-def aligned(length: int) -> int:
-    """The elements that an array of this length takes up in a buffer, so that the next one begins aligned."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def slices_of(fields: Fields) -> dict[str, slice]:
-    """Place of each array in the buffer, in int32 elements."""
-    places, offset = {}, 0
-    for name, (dtype, shape) in fields.items():
-        length = math.prod(shape) * np.dtype(dtype).itemsize // 4
-        places[name] = slice(offset, offset + length)
-        offset += aligned(length)
-    return places
-
-
-def num_elements(fields: Fields) -> int:
-    """Length of the buffer in int32 elements."""
-    return aligned(max(part.stop for part in slices_of(fields).values()))
-
-
-def views_of(buffer: Int32Array, fields: Fields) -> dict[str, Array]:
-    """The arrays in a buffer."""
-    slices = slices_of(fields)
-    return {name: buffer[slices[name]].view(dtype).reshape(size) for name, (dtype, size) in fields.items()}
 
 
 def num_ancestor_words(max_draft_nodes: int) -> int:
@@ -171,11 +139,6 @@ class StepInputs(NamedTuple):
     of node i lies at position context_length + i of the sequence."""
     page_tables: Int32Array
     """[B, P], pages of each sequence by position; entries after the last page are not read."""
-
-    @classmethod
-    def of(cls, buffer: Int32Array, shape: StepShape) -> "StepInputs":
-        """Views of `buffer`, [at least `num_elements`]."""
-        return cls(shape, *views_of(buffer, shape.fields()).values())
 
 
 @dataclass(slots=True, frozen=True)

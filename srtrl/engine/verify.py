@@ -82,21 +82,10 @@ def verify(
     """
     assert len(trees) == len(slots)
     assert len(slots) + trees.num_nodes == len(sampled.token_ids)
-    token_ids = np.empty(len(sampled.token_ids), np.int32)
-    nodes = np.empty_like(token_ids)
-    offsets, finish, rows = np.zeros(len(slots) + 1, np.int64), np.empty(len(slots), np.int8), np.empty_like(slots)
-    drawn = (sampled.token_ids, sampled.logprobs)
     nodes_of_trees = (trees.token_ids, trees.parents, trees.offsets)
-    _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, offsets, finish, rows)
-    num_new = int(offsets[-1])
-    verified = Verified(
-        slots=slots,
-        token_ids=token_ids[:num_new],
-        offsets=offsets,
-        nodes=nodes[:num_new],
-        finish=finish,
-        rows=rows,
-    )
+    followed = _follow_trees(batch.arrays, slots, nodes_of_trees, (sampled.token_ids, sampled.logprobs))
+    token_ids, nodes, offsets, finish, rows = followed
+    verified = Verified(slots=slots, token_ids=token_ids, offsets=offsets, nodes=nodes, finish=finish, rows=rows)
     if batch.has_stop_strings[slots].any():
         assert stop_finder is not None
         verified = _cut_at_stop_strings(batch, verified, stop_finder)
@@ -113,20 +102,14 @@ def verify(
 
 @numba.njit(cache=True, nogil=True)
 def _follow_trees(
-    batch: BatchArrays,
-    slots: Array,
-    trees: tuple[Array, Array, Array],
-    sampled: tuple[Array, Array],
-    new_tokens: Array,
-    new_nodes: Array,
-    new_offsets: Array,
-    finish: Array,
-    last_rows: Array,
-) -> None:
-    """See `verify`; the last five arguments are the fields of `Verified`, written."""
+    batch: BatchArrays, slots: Array, trees: tuple[Array, Array, Array], sampled: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array, Array]:
+    """See `verify`; returns the fields of `Verified` but the slots."""
     node_tokens, parents, offsets = trees
     row_tokens, row_logprobs = sampled
-    num_new = 0
+    new_tokens, new_nodes = np.empty((2, len(row_tokens)), np.int32)
+    new_offsets, last_rows = np.zeros(len(slots) + 1, np.int64), np.empty(len(slots), np.int64)
+    finish, num_new = np.empty(len(slots), np.int8), 0
     for b in range(len(slots)):
         slot, first = slots[b], offsets[b] + b
         node, position, reason = ROOT, batch.num_tokens[slot], RUNNING
@@ -146,6 +129,7 @@ def _follow_trees(
         new_offsets[b + 1] = num_new
         finish[b] = reason
         last_rows[b] = row if reason == RUNNING else NO_ROW
+    return new_tokens[:num_new], new_nodes[:num_new], new_offsets, finish, last_rows
 
 
 @inner
@@ -205,11 +189,9 @@ def plan_moves(batch: Batch, verified: Verified, page_size: int) -> Int32Array:
     Returns:
         [n, 3], path by path: KV index now and then, and at a path's first move the number of its moves, else 0.
     """
-    moves, arrays = np.empty((len(verified.nodes), 3), np.int32), batch.arrays
-    num = _plan_moves(
-        verified.slots, verified.offsets, verified.nodes, arrays.num_tokens, arrays.page_table, page_size, moves
-    )
-    return moves[:num]
+    arrays = batch.arrays
+    where = (verified.slots, verified.offsets, verified.nodes)
+    return _plan_moves(*where, arrays.num_tokens, arrays.page_table, page_size)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -220,9 +202,9 @@ def _plan_moves(
     num_tokens: Int64Array,
     page_table: Int32Array,
     page_size: int,
-    moves: Int32Array,
-) -> int:
-    """Fill `moves`, see `plan_moves`; returns their number."""
+) -> Int32Array:
+    """See `plan_moves`."""
+    moves = np.empty((len(nodes), 3), np.int32)
     num = 0
     for b in range(len(slots)):
         slot, num_new, first = slots[b], offsets[b + 1] - offsets[b], num
@@ -236,4 +218,4 @@ def _plan_moves(
                 num += 1
         if num > first:
             moves[first, 2] = num - first
-    return num
+    return moves[:num]

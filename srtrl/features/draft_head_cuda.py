@@ -12,11 +12,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from srtrl.cuda.buffers import aligned
 from srtrl.cuda.jit import jit
 from srtrl.cuda.runner import CudaRunner, PinnedCopy, QueueMark
 from srtrl.cuda.sampling import BLOCK, load_scaled, noise_bits, rough_gumbel
 from srtrl.cuda.shapes import padded_rows
-from srtrl.engine.step_inputs import Int32Array, aligned
+from srtrl.engine.step_inputs import Int32Array
 from srtrl.features.draft_head import BEST, REFUSED, SECOND, Guesser
 
 Array = npt.NDArray[Any]

@@ -39,6 +39,11 @@ _PLAIN_LLAMA = {*_SIZES, "model_type", "rms_norm_eps", "tie_word_embeddings"} - 
     *("head_dim", "shared_intermediate_size", "sliding_window")
 }
 """Fields that a plain Llama must have."""
+_SAME_NAMES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"),
+)
+"""Fields that have the same name in `ModelConfig`."""
 _WITHOUT_EFFECT = {"architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id"}
 _LENGTHS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
@@ -175,19 +180,12 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
         raise ValueError(f"{source}: transformers cannot read this config: {reason}") from caught.error
     attention_bias = getattr(config, "attention_bias", False)
     shape: dict[str, Any] = {
+        **{name: getattr(config, name) for name in _SAME_NAMES},
         "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "max_position_embeddings": _longest(config),
-        "rms_norm_eps": config.rms_norm_eps,
         "layers": layers,
         "style": family.style(config),
-        "tie_word_embeddings": config.tie_word_embeddings,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
