@@ -191,7 +191,7 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
         for request in workload.requests:
             engine.add(request)
         while engine.has_work:
-            if not num_full and not engine.scheduler.num_waiting and engine.batch.num_free:
+            if not num_full and not engine.scheduler._waiting and engine.batch.num_free:
                 num_full, metrics = len(steps), engine.stats.metrics()
             started = time.perf_counter()
             completions += engine.step()

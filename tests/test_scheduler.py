@@ -226,11 +226,11 @@ class Run:
         self.num_steps += 1
         self.runner.answer()
         assert self.arrived.isdisjoint(one.request.rng_key for one in run_aheads_of(scheduler).running)
-        waits = scheduler.num_waiting > 0
+        waits = bool(scheduler._waiting)
         # The runner hears of those that were ended by their samples with the next step's, as a drafter does.
         step = self.runner.schedule(max_run_ahead)
         assert self.arrived.isdisjoint(one.request.rng_key for one in run_aheads_of(scheduler).running), "from the line"
-        assert not (waits and scheduler.num_waiting and any(one.is_run_ahead for one in step.started))
+        assert not (waits and scheduler._waiting and any(one.is_run_ahead for one in step.started))
         slots = [(chunk, self.runner.slot_of(chunk)) for chunk in step.chunks]
         chunks = [
             (self.runner.live[slot], chunk.start, chunk.token_ids.tolist())

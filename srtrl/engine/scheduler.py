@@ -67,11 +67,6 @@ class Scheduler:
         return bool(self.running or self._waiting)
 
     @property
-    def num_waiting(self) -> int:
-        """Primaries without a slot."""
-        return len(self._waiting)
-
-    @property
     def num_free_slots(self) -> int:
         """Slots that no primary has or waits for."""
         return max(0, self.batch.num_slots - len(self.running) - len(self._waiting))

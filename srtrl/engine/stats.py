@@ -38,7 +38,7 @@ class StageClock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.started = self._last = time.perf_counter()
+        self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         """The stage that ends now began where the one before it ended."""
@@ -49,7 +49,7 @@ class StageClock:
     @property
     def total(self) -> float:
         """From the start of the step to the end of the last stage."""
-        return self._last - self.started
+        return sum(self.seconds.values())
 
 
 @dataclass(slots=True)
