@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from srtrl.tasks.base import TaskBase, Verifier
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.types import Prompt
+from srtrl.types import FinishReason, Prompt
 
 
 def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
@@ -44,7 +44,15 @@ def prompt_of(answer: str, number: int = 0) -> Prompt:
 
 def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:
     counts: dict[str, Any] = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
-    return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
+    return RewardInput(prompt=prompt_of("1"), text=text, finish_reason="stop", **counts)
+
+
+def to_grade(
+    prompt: Prompt, text: str, finish_reason: FinishReason = "stop", num_tokens: int = 1, **others: Any
+) -> RewardInput:
+    """A sample as it is given to a grader."""
+    options = {"max_new_tokens": 10} | others
+    return RewardInput(prompt=prompt, text=text, finish_reason=finish_reason, num_tokens=num_tokens, **options)
 
 
 class Rows(TaskBase):

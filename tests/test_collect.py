@@ -20,6 +20,7 @@ from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.one_turn import OneTurn, response_text
 from srtrl.tasks.grading import Grader
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Completion, FinishReason, Grade, Prompt, Purpose, Request, RolloutGroup, SamplingParams
 from srtrl.warm_start.training import train_tokenizer
 
@@ -79,8 +80,8 @@ class FakeGrader:
     batches: list[int] = field(default_factory=list)
     """Numbers of tickets that were collected at once."""
 
-    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int, **_: object) -> int:
-        self.submitted.append((prompt, text, finish_reason, num_tokens))
+    def submit(self, sample: RewardInput) -> int:
+        self.submitted.append((sample.prompt, sample.text, sample.finish_reason, sample.num_tokens))
         self.pending[len(self.submitted) - 1] = self.random.choice(self.delays)
         return len(self.submitted) - 1
 

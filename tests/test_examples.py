@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from task_cases import Rows, prompt_of
+from task_cases import Rows, prompt_of, to_grade
 from tiny_run import train
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -82,8 +82,8 @@ class Judge(BaseHTTPRequestHandler):
 
 def grades_of(reward: str, texts: Sequence[str], **options: Any) -> list[Grade]:
     rewards = [RewardSection(name=reward, options=options)]
-    with Grader(Rows(None), rewards, GradingSection(), max_new_tokens=100) as grader:
-        return grader.collect([grader.submit(prompt_of("42"), text, "stop", len(text)) for text in texts])
+    with Grader(Rows(None), rewards, GradingSection()) as grader:
+        return grader.collect([grader.submit(to_grade(prompt_of("42"), text, "stop", len(text))) for text in texts])
 
 
 @pytest.mark.parametrize("example", ["judges"], indirect=True)

@@ -153,8 +153,9 @@ def test_mistakes_are_named_and_those_of_a_file_counted_after_the_third(policy: 
         (["1+1=", ["2+2="]], "prompts.1.0: expected {.role"),
     ]
     for prompts, message in mistakes:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             generate(str(policy), prompts)
+        assert len(caught.traceback) == 2, "this function and the first of srtrl"
 
 
 def test_tokens_that_the_tokenizer_lacks_are_said_counted_and_seen_in_texts(

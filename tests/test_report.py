@@ -25,7 +25,7 @@ from recipe_cases import recipe_text
 
 from srtrl.metrics import MetricLog
 from srtrl.report.charts import CHARTS, draw, lines_of
-from srtrl.report.decoded_response import PromptHistory, decoded_response, read_history
+from srtrl.report.decoded_response import decoded_response, last_rollout
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_run
 from srtrl.run.folder import step_file_name
@@ -327,13 +327,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_last_rollout_is_the_later_one_and_a_first_step_has_its_samples_in_turn(run: Path) -> None:
-    history = read_history(read_run(run))  # of the prompt with the most rollouts
-    assert (history.earlier.prompt_id, len(history.earlier.samples)) == ("sum", 4)
-    assert history.later_name == "step 4, sample 0"
+    name, prompt, num_earlier = last_rollout(read_run(run))  # of the prompt with the most rollouts
+    assert (name, prompt.prompt_id, len(prompt.samples), num_earlier) == ("step 4, sample 0", "sum", 6, 4)
     for step in (3, 4):
         (run / "rollouts" / f"step_{step:06d}.parquet").unlink()
-    history = read_history(read_run(run))
-    assert (len(history.earlier.samples), history.later_name) == (1, "step 1, sample 1")
+    name, _, num_earlier = last_rollout(read_run(run))
+    assert (name, num_earlier) == ("step 1, sample 1", 1)
 
 
 # --- Decoded again ----------------------------------------------------------------------------------------------------
@@ -341,20 +340,16 @@ def test_the_last_rollout_is_the_later_one_and_a_first_step_has_its_samples_in_t
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-def history_of(earlier: list[list[int]], later: list[int], *parts: tuple[int, int]) -> PromptHistory:
-    first, last = (bench_cases.recorded("x", [1], texts, parts) for texts in (earlier, [later]))
-    return PromptHistory(earlier=first, later=last, later_name="")
-
-
 @given(st.lists(texts, max_size=6), texts)
 @settings(max_examples=25)
 def test_the_steps_give_the_rollout(earlier: list[list[int]], later: list[int]) -> None:
-    pieces = decoded_response(history_of(earlier, later), str).pieces
+    prompt = bench_cases.recorded("x", [1], [*earlier, later], ())
+    pieces = decoded_response("", prompt, len(earlier), str).pieces
     assert [token for texts in pieces for text in texts for token in json.loads(text)] == later
 
 
 def test_turns_are_texts_of_their_own() -> None:
     """The policy says 5 5 5, reads 9 9, and says 9 9 9 7: no draft leads into a tool's output."""
     sample = [5, 5, 5, 9, 9, 9, 9, 9, 7]
-    pieces = decoded_response(history_of([sample], sample, (3, 5)), str).pieces
+    pieces = decoded_response("", bench_cases.recorded("x", [1], [sample, sample], ((3, 5),)), 1, str).pieces
     assert pieces == [["[5]"], ["[5]", "[5]"], ["[9]", "[9]", "[9]", "[7]"]]
