@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 import pytest
@@ -296,6 +296,32 @@ def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject)
     late = st.one_of(st.just(0), st.integers(0, 30))
     arriving = [(data.draw(late, "arrival"), asked) for asked in primaries]
     compare_with_alone(arriving, run_aheads, options, lambda: data.draw(st.integers(0, 12), "max_run_ahead"))
+
+
+def test_what_the_property_test_once_found() -> None:
+    # A prompt was evicted later where run-aheads waited.
+    shapes = [(0, 3, 1), (0, 1, 1), (0, 4, 11), (1, 4, 11), (2, 4, 11), (3, 4, 11), (0, 1, 8), (0, 1, 1)]
+    draws = [0, 1, 2, 2, 2, 2, 3, 4]
+    arriving = [(0 if draw else 5, request(draw, *shape)) for draw, shape in zip(draws, shapes, strict=True)]
+    run_aheads = [run_ahead(0, 0, 3, 1)]
+    options = {"num_pages": 24, "page_size": 2, "num_slots": 6, "chunk": 2, "nodes": 5}
+    compare_with_alone(arriving, run_aheads, options, lambda: 0)
+    # Samples that paused in one step were evicted by their slots.
+    by_draw = {0: (1, 11), 1: (2, 1), 2: (1, 1), 3: (1, 3), 4: (4, 17)}
+    groups = {
+        0: [(0, 0), (0, 1), (1, 1), (3, 0), (4, 1)],
+        2: [(0, 2), (0, 3), (4, 2)],
+        3: [(1, 0), (1, 2), (2, 0), (2, 1), (4, 0)],
+    }
+    arriving = [
+        (step, request(*name, *by_draw[name[0]], has_turns=name in {(0, 2), (4, 1)}))
+        for step, group in groups.items()
+        for name in group
+    ]
+    run_aheads = [run_ahead(0, number, 1, 1) for number in range(2)]
+    options = {"num_pages": 12, "page_size": 4, "num_slots": 6, "chunk": 4, "nodes": 4}
+    limits = chain([0, 1], repeat(0))
+    compare_with_alone(arriving, run_aheads, options, lambda: next(limits))
 
 
 Asked = list[tuple[int | None, Request, float | None]]
