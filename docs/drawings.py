@@ -52,8 +52,8 @@ FORK_KNOWN = {
 }
 FORK_SCORES = {
     "counts": (0.250, 0.375, 0.075, 0.038),
-    "+ noise": (0.284, 0.341, 0.060, 0.052),
-    "+ noise + p": (0.483, 0.342, 0.049, 0.055),
+    "+ noise": (0.295, 0.330, 0.055, 0.057),
+    "+ noise + p": (0.486, 0.339, 0.047, 0.056),
 }
 """The fork of speculation.md for a sample with the RNG key 8: what is known of each token, and the drafter's scores.
 

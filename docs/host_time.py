@@ -6,16 +6,15 @@ The real engine with its CUDA runner, all stages; the device's step takes no tim
 are taken in place of sampled ones. What the driver itself takes to queue copies and to launch a graph is not in it.
 Half of each prompt's samples are decoded, two for each slot where there are as many; the drafter has seen the other
 half. Drafters reckon with the samples' noise and get the most likely tokens of each place, as in training, though
-neither is that of the recorded tokens: these get `CHANCES`. The control of drafts is told `DRAFT_SECONDS` and
-`HOST_SECONDS` in place of what a clock says: so each run does the same work, step by step, and of each step and stage
-the minimum of alternating runs counts, after one to warm up.
+neither is that of the recorded tokens: these get `CHANCES`. Drafts are budgeted by `H200_CURVE`: so each run does the
+same work, step by step, and of each step and stage the minimum of alternating runs counts, after one to warm up.
 
 The stages are milliseconds of the host per decode step in which all slots decode: `serial` is the sum of those between
 a step's results and the next launch, `hidden` what is learned and counted while a device computes. `times as fast` is
 about whole rollouts on a device whose steps take the time of `H200_CURVE` for the rows that are launched, padding
-included (by which drafts are budgeted): of the device
-alone, and with the host's time, where a step takes the serial part and the longer of the device's time and the hidden
-part. `--busy`: means in place of minima, beside 8 threads of tools and a coroutine, as environments and judges run.
+included: of the device alone, and with the host's time, where a step takes the serial part and the longer of the
+device's time and the hidden part. `--busy`: means in place of minima, beside 8 threads of tools and a coroutine, as
+environments and judges run.
 """
 
 import argparse
@@ -50,7 +49,7 @@ from h200 import H200_CURVE
 from srtrl.cuda.runner import CudaRunner, PinnedCopy
 from srtrl.cuda.shapes import padded_rows
 from srtrl.drafters.base import DrafterBase
-from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost
+from srtrl.engine.draft_budget import MAX_ROWS, StepCost
 from srtrl.engine.runner import EngineOptions, Runner, SampledRows
 from srtrl.engine.stats import STAGES
 from srtrl.engine.step_inputs import StepInputs, StepSize
@@ -69,8 +68,6 @@ SHAPE = "qwen2.5-1.5b"
 CHANCES = np.array([0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.005])
 """Probabilities of the recorded token of a position, and of others in its stead."""
 
-DRAFT_SECONDS, HOST_SECONDS = 6e-6, 4e-6
-"""Times of a step that the control of drafts is told, per sequence: drafting, and the host's other work."""
 HEAD_VOCABULARY, HEAD_TOKENS = 16_384, 3
 """Tokens that the head of the drafter `srt+head` lists, and those that it guesses in a row. Its time on a device is
 not counted."""
@@ -148,16 +145,6 @@ class HostGuesses(CudaGuesses):
         """Nothing is launched."""
 
 
-class StatedControl(DraftControl):
-    """Draft control that is told stated seconds."""
-
-    def record(self, **counts: Any) -> None:
-        """See `DraftControl`."""
-        draft_seconds = DRAFT_SECONDS * counts["num_sequences"]
-        seconds = self.cost.seconds(counts["num_rows"]) + HOST_SECONDS * counts["num_sequences"] + draft_seconds
-        super().record(**{**counts, "draft_seconds": draft_seconds, "seconds": seconds})
-
-
 class Timed:
     """A method of an object, and the seconds of its calls since they were last taken."""
 
@@ -193,7 +180,7 @@ def decode(policy: Transformer, num_slots: int, drafter: str, workload: Trace) -
         with_head._guesses = HostGuesses(head, host, k=HEAD_TOKENS, slots=num_slots)
         engine.drafter = cast(DrafterBase, with_head)
     runner = LikelyTokens(host, workload.responses)
-    engine.runner, engine.control = cast(Runner, runner), StatedControl(cost, fixed=None)
+    engine.runner = cast(Runner, runner)
     engine.drafter.knows_noise = True
     hidden = [Timed(engine.drafter, "learn_deferred"), Timed(engine.drafter, "foresee"), Timed(engine, "_record_last")]
     looked_up = Timed(runner, "top_tokens")

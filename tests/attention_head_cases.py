@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 from srtrl.model.attention import PackedPlan
-from srtrl.model.transformer import LayerStates, Transformer
+from srtrl.model.transformer import Transformer, layer_states
 
 NUM_LISTED = 40
 SPECFORGE, SPECULATORS = "SpecForge", "speculators"
@@ -128,9 +128,9 @@ class Reference:
     def logits(self, tokens: list[int], k: int, choose: Callable[[int, Tensor], int]) -> list[Tensor]:
         """Logits [L] of each of `k` guesses after `tokens`; `choose` gets a depth and them, and returns a token."""
         with torch.no_grad():
-            plan, streams = PackedPlan([len(tokens)], "cpu"), LayerStates((1, 2, 4))
-            self.policy(torch.tensor(tokens), plan, streams)
-            states = self._fused(streams.joined[:-1].double())
+            streams = torch.empty(len(tokens), 3 * self.policy.config.hidden_size)
+            self.policy(torch.tensor(tokens), PackedPlan([len(tokens)], "cpu"), layer_states((1, 2, 4), streams))
+            states = self._fused(streams[:-1].double())
             after, found = tokens[1:], []
             for depth in range(k):
                 outputs = self._outputs(states, torch.tensor(after))

@@ -42,7 +42,7 @@ from srtrl.features.draft_head import BEST, Float32Array
 from srtrl.features.head_drafter import CpuGuesses
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.attention import PackedPlan
-from srtrl.model.transformer import LayerStates, Transformer
+from srtrl.model.transformer import Transformer, layer_states
 from srtrl.model.weights import load_model, save_model
 from srtrl.types import Request
 
@@ -62,8 +62,9 @@ def policy() -> Transformer:
 def chain(head: AttentionHead, policy: Transformer, tokens: list[int], k: int) -> list[Tensor]:
     """Logits of `k` guesses after `tokens`, the best after the best, from the head's whole text again at each depth."""
     with torch.no_grad():
-        policy(torch.tensor(tokens), PackedPlan([len(tokens)], "cpu"), streams := LayerStates(head.config.reads))
-        states, after, found = head.fuse(streams.joined[:-1]), tokens[1:], []
+        streams = torch.empty(len(tokens), len(head.config.reads) * policy.config.hidden_size)
+        policy(torch.tensor(tokens), PackedPlan([len(tokens)], "cpu"), layer_states(head.config.reads, streams))
+        states, after, found = head.fuse(streams[:-1]), tokens[1:], []
         for _ in range(k):
             outputs, logits = head(states, torch.tensor(after), PackedPlan([len(after)], "cpu"))
             found.append(logits[-1])

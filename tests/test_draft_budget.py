@@ -146,18 +146,17 @@ def costs(draw: st.DrawFn) -> StepCost:
     levels=st.sampled_from([0, 1, 2]),
     cost=costs(),
     num_other_rows=st.integers(0, 4),
-    draft_seconds=st.sampled_from([0.0, 0.3]),
 )
 def test_the_choice_is_the_best_of_all_numbers_of_nodes(
-    seed: int, num_trees: int, levels: int, cost: StepCost, num_other_rows: int, draft_seconds: float
+    seed: int, num_trees: int, levels: int, cost: StepCost, num_other_rows: int
 ) -> None:
     trees = scored_trees(np.random.default_rng(seed), num_trees, 6, levels)
-    found, lowest = choose_nodes(trees, cost.table, num_other_rows=num_other_rows, draft_seconds=draft_seconds)
+    found, lowest = choose_nodes(trees, cost.table, num_other_rows=num_other_rows)
     sizes = found.tolist()
 
     def rate(counts: tuple[int, ...]) -> float:
         tokens = num_trees + sum(float(tree.scores[:n].sum()) for tree, n in zip(trees, counts, strict=True))
-        return tokens / (cost.seconds(num_trees + num_other_rows + sum(counts)) + draft_seconds)
+        return tokens / cost.seconds(num_trees + num_other_rows + sum(counts))
 
     everything = product(*(range(size + 1) for size in trees.sizes.tolist()))
     assert rate(tuple(sizes)) == pytest.approx(max(map(rate, everything)))
@@ -167,7 +166,7 @@ def test_the_choice_is_the_best_of_all_numbers_of_nodes(
 def test_a_step_has_no_more_rows_than_its_cost_is_known_for() -> None:
     table, trees = StepCost(points=[(1, 1.0), (MAX_ROWS, 1.0)]).table, chains(np.full((2, 8), 0.9))
     for num_other_rows, expected in ((MAX_ROWS - 5, 3), (MAX_ROWS, 0)):
-        sizes, _ = choose_nodes(trees, table, num_other_rows=num_other_rows, draft_seconds=0.0)
+        sizes, _ = choose_nodes(trees, table, num_other_rows=num_other_rows)
         assert sizes.sum() == expected
 
 
@@ -193,15 +192,6 @@ def test_nodes_that_were_far_from_a_row_in_the_last_step_need_not_be_made() -> N
     assert control.score_floor == pytest.approx(FLOOR_SHARE * 0.8)
     assert control.choose(chains(np.array([[0.9], [0.8]])), 0).tolist() == [1, 1]
     assert control.score_floor == pytest.approx(FLOOR_SHARE * 0.8 / 2), "it may have hidden some that are worth a row"
-
-
-def test_rows_are_compared_with_the_time_of_drafting_which_is_spent_in_any_case() -> None:
-    control, trees = DraftControl(StepCost(points=[(8, 8.0), (24, 24.0)]), fixed=None), chains(np.full((8, 2), 0.4))
-    control.record(num_sequences=0, num_rows=8, draft_seconds=800.0, seconds=808.0)  # run-aheads: nothing was drafted
-    assert control.choose(trees, 0).tolist() == [0] * 8
-    for _ in range(50):
-        control.record(num_sequences=8, num_rows=8, draft_seconds=100.0, seconds=108.0)
-    assert control.choose(trees, 0).tolist() == [2] * 8
 
 
 def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost() -> None:

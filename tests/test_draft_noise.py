@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plain_kernels import uniform_noise
 
 from srtrl.drafters.srt import Drafter, SrtOptions
-from srtrl.drafters.trust import POWER, REACHED, make_trust
+from srtrl.drafters.trust import REACHED
 from srtrl.model.noise import make_rng_key
 from srtrl.types import TopTokens
 
@@ -73,16 +73,11 @@ def test_probabilities_of_other_prompts_tell_more_than_their_tokens() -> None:
     assert sum(accepted[1][:4]) > 1.3 * sum(accepted[0][:4]), "most of all where little is known"
 
 
-def test_nothing_is_learned_where_tokens_do_not_follow_the_noise() -> None:
+def test_trust_is_learned_where_tokens_follow_the_noise() -> None:
     for knows_noise, temperature in ((False, 1.0), (True, 0.0)):
         drafter = taught(knows_noise=knows_noise, temperature=temperature)
-        assert (drafter._trust["train"] == make_trust()).all()
-
-
-def test_a_sampled_text_teaches_trust_and_the_exponents_of_the_noise() -> None:
-    drafter = taught(knows_noise=True)
-    assert drafter._trust["train"][:, REACHED].sum() > 100
-    assert (drafter._trust["train"][:, POWER] != make_trust()[:, POWER]).any()
+        assert not drafter._trust["train"].any()
+    assert taught(knows_noise=True)._trust["train"][:, REACHED].sum() > 100
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 2**64 - 1), st.integers(1, 4))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from plain_kernels import uniform_noise
 
 from srtrl.drafters.base import Int32Array, end_to_end
+from srtrl.drafters.children import NOISE_POWER
 from srtrl.drafters.distributions import NO_DISTRIBUTIONS, NUM_TOP, UNIT, UNKNOWN, pack
 from srtrl.drafters.draft_tree import DraftTree
-from srtrl.drafters.shared_ngrams import learn_ngrams, make_table
+from srtrl.drafters.shared_ngrams import NO_TABLE, learn_ngrams, make_table
 from srtrl.drafters.texts import (
     INITIAL_PAGES,
     MAX_MATCH,
@@ -29,8 +30,8 @@ from srtrl.drafters.texts import (
     search,
     seek,
 )
-from srtrl.drafters.trie_draft import LIFT, MAX_BLENDED, NEGLIGIBLE, SMALLEST_SCORE, Basis, Noise, draft_trees
-from srtrl.drafters.trust import DECIDED, DISTRIBUTION, FORMULA_WEIGHT, MAX_POWER, NUM_CELLS, POWER, REACHED, make_trust
+from srtrl.drafters.trie_draft import LIFT, MAX_BLENDED, NEGLIGIBLE, NO_NOISE, SMALLEST_SCORE, Basis, Noise, draft_trees
+from srtrl.drafters.trust import DECIDED, DISTRIBUTION, FORMULA_WEIGHT, NUM_CELLS, REACHED, make_trust
 from srtrl.types import TopTokens
 
 VOCAB, SLOTS = 5, 4
@@ -100,9 +101,10 @@ class Twin:
         def column(match: int) -> int:
             return 5 if match == num_passed else min(int(math.log2(match)), 4)
 
-        def spread(counts: Mapping[int, float], cell: int, part: float, listed: float) -> None:
+        def spread(counts: Mapping[int, float], part: float, listed: float) -> None:
             shares = {
-                token: count * (row.noise(token, cell) if count < listed else 1.0) for token, count in counts.items()
+                token: count * (row.noise(token) ** NOISE_POWER if count < listed else 1.0)
+                for token, count in counts.items()
             }
             total = sum(shares.values()) if row.trust is not None else listed
             for token, share in shares.items():
@@ -114,8 +116,7 @@ class Twin:
             chances = {one: p for one, p in self.chances[known[1:]].items() if p >= LIFT * negligible}
             if chances:
                 part = min(sum(chances.values()), 1.0) * row.blend(known[0] / (known[0] + 2), cell)
-                power = max(row.trust[cell, POWER], 1.0)
-                shares = {token: chance**power * row.noise(token, cell) for token, chance in chances.items()}
+                shares = {token: chance * row.noise(token) for token, chance in chances.items()}
                 weights = {token: share * part / sum(shares.values()) for token, share in shares.items()}
                 mass -= part
         distinct: set[int] = set()
@@ -127,7 +128,7 @@ class Twin:
             part = len(tokens) / (len(tokens) + 0.5 * len(distinct)) * (match / (match + 2.0))
             cell = min(int(math.log2(len(tokens))), 3) * 6 + column(match)
             part = mass * row.blend(part, cell)
-            spread({token: tokens.count(token) for token in tokens}, cell, part, len(tokens))
+            spread({token: tokens.count(token) for token in tokens}, part, len(tokens))
             mass -= part
         last = [START_TOKEN, *self.texts[slot], *path][-2:]
         for length in (2, 1) if self.rollouts and mass >= negligible else ():
@@ -145,7 +146,7 @@ class Twin:
                 }
                 if counts:
                     listed = sum(counts.values())
-                    spread(counts, cell, part * listed / total, listed)
+                    spread(counts, part * listed / total, listed)
                 mass -= part
         return weights
 
@@ -184,8 +185,8 @@ class Row:
     def __init__(self, uniforms: Sequence[float] = (), trust: np.ndarray | None = None) -> None:
         self.uniforms, self.trust = uniforms, trust
 
-    def noise(self, token: int, cell: int) -> float:
-        return 1.0 if self.trust is None else float((-np.log(self.uniforms[token])) ** -self.trust[cell, POWER])
+    def noise(self, token: int) -> float:
+        return 1.0 if self.trust is None else float(-1 / np.log(self.uniforms[token]))
 
     def blend(self, formula: float, cell: int) -> float:
         if self.trust is None:
@@ -238,8 +239,7 @@ def test_places_and_drafts_are_those_of_the_twin(
         first = len(twin.texts[slot])
         twin.extend(slot, tokens, known)
         twin.chances |= {(slot, first + i): of_place for i, of_place in enumerate(chances) if of_place}
-    trust = make_trust()
-    trust[:] = random.random((NUM_CELLS, 4)) * (20, 40, MAX_POWER, 1)
+    trust = random.random((NUM_CELLS, 2)) * (20, 40)
     noise = Noise(random.integers(0, 2**63, SLOTS).astype(np.uint64), np.arange(SLOTS) + 5, np.full(SLOTS, knows_noise))
     basis, limits = Basis(table_of(rollouts), trust, noise), np.full(SLOTS, max_nodes)
     for slot, tree in enumerate(draft_trees(twin.store.arrays, np.arange(SLOTS), limits, basis, min_score)):
@@ -277,12 +277,12 @@ def test_many_texts_grow_at_once() -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_MATCH - 1, MAX_MATCH, 200])
-def test_a_whole_answer_of_any_length_is_known_as_such(length: int) -> None:
+def test_a_match_has_the_beginning_of_the_text_in_it_and_has_an_end(length: int) -> None:
     twin, text = Twin(), np.random.default_rng(0).integers(0, 9, 250).tolist()
     twin.extend(0, text)
     twin.extend(2, text)
     twin.extend(1, text[:length])
-    assert find(twin.store.arrays, 1)[1][0] == 1 + length
+    assert find(twin.store.arrays, 1)[1][0] == min(1 + length, MAX_MATCH)
     twin.store.start(np.array([3]), [7])
     twin.store.extend(np.array([3]), *end_to_end([[START_TOKEN, 9, *text[1:length]]]))
     assert find(twin.store.arrays, 3)[1][0] == min(length - 1, MAX_MATCH)
@@ -294,5 +294,6 @@ def test_repetition_is_searched_in_bounded_time() -> None:
         twin.extend(0, [0])
     places, matches = find(twin.store.arrays, 0)
     assert len(places) == len(matches) == 64
-    (tree,) = draft_trees(twin.store.arrays, np.array([0]), np.array([4]), Basis(), 0.01)
+    basis = Basis(NO_TABLE, make_trust(), NO_NOISE)
+    (tree,) = draft_trees(twin.store.arrays, np.array([0]), np.array([4]), basis, 0.01)
     assert tree.token_ids.tolist()[:2] == [0, 0]

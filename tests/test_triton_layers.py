@@ -22,13 +22,13 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import (
     LLAMA,
-    LayerStates,
     RopeConfig,
     RotaryTable,
     Style,
     Transformer,
     activate,
     inverse_frequencies,
+    layer_states,
     rms_norm,
     rotate,
 )
@@ -185,13 +185,13 @@ def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCa
         num_splits=1,
         scratch=AttentionScratch(config.head_dim, KERNEL_DEVICE),
         out=out,
-        states=(copies := LayerStates(numbers, out.new_zeros(len(out), 3 * config.hidden_size))),
+        states=layer_states(numbers, copies := out.new_zeros(len(out), 3 * config.hidden_size)),
     )
     assert out.isfinite().all(), "padding rows must not spoil anything"
     with torch.inference_mode():
-        tokens, plan, states = step.rows.token_ids.long(), ReferencePlan(eager_cache, step.rows), LayerStates(numbers)
-        expected = torch.cat((model(tokens, plan, states), states.joined), dim=-1)
-    hidden = torch.cat((out, copies.joined), dim=-1)
+        plan, states = ReferencePlan(eager_cache, step.rows), torch.zeros_like(copies)
+        hidden = model(step.rows.token_ids.long(), plan, layer_states(numbers, states))
+    expected, hidden = torch.cat((hidden, states), dim=-1), torch.cat((out, copies), dim=-1)
     return (hidden[: step.num_real], fused_cache), (expected[: step.num_real], eager_cache)
 
 

@@ -20,7 +20,7 @@ Both kinds get `reward_terms`, `reward_weights`, `correct`, `lengths`, `prompt_i
 """
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,7 @@ WHITEN_EPSILON = 1e-8
 """Added to the variance, as in verl (`masked_whiten`); OpenRLHF takes it as the least variance."""
 
 
-@overload
-def token_level(function: AdvantageFunction) -> AdvantageFunction: ...
-@overload
-def token_level(*, needs_values: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]: ...
-def token_level(
-    function: AdvantageFunction | None = None, *, needs_values: bool = False
-) -> AdvantageFunction | Callable[[AdvantageFunction], AdvantageFunction]:
+def token_level(function: AdvantageFunction | None = None, *, needs_values: bool = False) -> AdvantageFunction:
     """Mark an advantage function as token-level: `@token_level` or `@token_level(needs_values=True)`.
 
     Returns:

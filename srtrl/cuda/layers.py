@@ -21,7 +21,7 @@ from srtrl.cuda.attention import attend_tree
 from srtrl.cuda.jit import jit
 from srtrl.cuda.tiles import AttentionScratch, TiledRows
 from srtrl.model.paged_attention import KVCache
-from srtrl.model.transformer import LLAMA, Layer, LayerStates, Style, Transformer
+from srtrl.model.transformer import LLAMA, Layer, LayerStates, Style, Transformer, keep_state
 
 HEADS_AT_ONCE = 16
 """Heads of a row that one program of `rope_and_store` takes, and of the update's rotation."""
@@ -41,7 +41,7 @@ def fused_forward(
     num_splits: int,
     scratch: AttentionScratch,
     out: Tensor,
-    states: LayerStates | None = None,
+    states: LayerStates = (),
 ) -> None:
     """Write the hidden states after the final norm into `out` [N, D]; those of padding rows are anything finite.
 
@@ -55,7 +55,7 @@ def fused_forward(
         num_splits: See `attend_tree`.
         scratch: Partial results of the attention.
         out: [N, D].
-        states: With a tensor of its own, for the stream is added to in place; see `Transformer.forward`.
+        states: See `Transformer.forward`.
     """
     eps, style = model.config.rms_norm_eps, model.config.style
     hidden = model.embed(rows.token_ids)  # [N, D], from here on the residual stream
@@ -67,8 +67,7 @@ def fused_forward(
         keys, values = cache.kernel_keys(index), cache.kernel_values(index)
         table = rotary[model.layer_rotary[index]]
         normed = add_rms_norm(hidden, update, layer.attention_norm, eps, style)
-        if states is not None:
-            states.put(index, hidden)
+        keep_state(states, index, hidden)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         qkv = layer.qkv_proj(normed)  # [N, (H + 2 K) E]
         if norms is not None and style.qk_norm == "projection":
@@ -94,8 +93,7 @@ def fused_forward(
         if layer.mlp_out_norm is not None:
             update = add_rms_norm(update, None, layer.mlp_out_norm, eps, style)
     add_rms_norm(hidden, update, model.final_norm, eps, style, out=out)
-    if states is not None:
-        states.put(len(model.layers), hidden)
+    keep_state(states, len(model.layers), hidden)
     if style.logit_scale != 1:
         out.mul_(style.logit_scale)
 

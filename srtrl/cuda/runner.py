@@ -35,7 +35,7 @@ from srtrl.engine.step_inputs import (
     views_of,
 )
 from srtrl.model.attention import copy_to_device
-from srtrl.model.transformer import LayerStates, Transformer
+from srtrl.model.transformer import Transformer, layer_states
 from srtrl.types import TopTokens
 
 NO_MOVES = np.empty((0, 3), np.int32)
@@ -163,7 +163,6 @@ class CudaRunner(Runner):
         """End of the step that was launched last."""
         num_rows, width = largest.step.num_rows, config.hidden_size
         self.hidden = torch.zeros(num_rows, width, dtype=self.model.dtype, device=device)
-        self._state_layers = options.state_layers
         self.states = self.hidden.new_zeros(num_rows if self._state_layers else 0, len(self._state_layers) * width)
         # Tables of its own: the model's are made anew when the update needs longer ones.
         self._rotary = [table.build(self.planner.max_positions, self.model.dtype, device) for table in policy.rotary]
@@ -276,7 +275,6 @@ class CudaRunner(Runner):
         It asks the device nothing and allocates nothing whose size depends on data: a graph can hold it.
         """
         move_kv(self.cache, step.num_moves, step.moves)
-        layers, num_rows = self._state_layers, len(step.hidden)
         fused_forward(
             self.model,
             self.cache,
@@ -286,7 +284,7 @@ class CudaRunner(Runner):
             num_splits=step.shape.num_splits,
             scratch=self._attention,
             out=step.hidden,
-            states=LayerStates(layers, self.states[:num_rows]) if layers else None,
+            states=layer_states(self._state_layers, self.states[: len(step.hidden)]),
         )
         for first in range(0, step.inputs.shape.num_sampled, LOGITS_AT_ONCE):
             rows = slice(first, min(first + LOGITS_AT_ONCE, step.inputs.shape.num_sampled))

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from srtrl.drafters.distributions import NUM_TOP
 from srtrl.drafters.shared_ngrams import WAYS
 from srtrl.drafters.texts import MAX_PLACES
-from srtrl.drafters.trust import POWER, Trust
 from srtrl.model.kernels import inlined, makes_arrays
 from srtrl.model.noise import uniform_of
 
@@ -19,6 +18,8 @@ Float64Array = npt.NDArray[np.float64]
 MAX_CHILDREN = MAX_PLACES + NUM_TOP + 2 * WAYS
 """Tokens of a node's places, of a distribution, and of two contexts of other prompts."""
 NOT_YET = np.inf
+NOISE_POWER = 0.8
+"""The noise g of a token multiplies its count by e^(NOISE_POWER x g): a count is only a guess at its probability."""
 MAX_CONTEXTS = 7
 """Contexts that give them: a distribution, those of a rule, and two of other prompts."""
 
@@ -39,10 +40,8 @@ class Children(NamedTuple):
     token_ids: Int32Array
     counts: Int32Array
     """Occurrences in all contexts so far."""
-    logprobs: Float64Array
-    """Log-probs of those of a distribution."""
     noise: Float64Array
-    """See `log_exponential`; `NOT_YET` where no context has needed it."""
+    """See `gumbel_of`; `NOT_YET` where no context has needed it."""
     weights: Float64Array
     """Probability: the sum of its shares."""
     shares: Float64Array
@@ -56,9 +55,9 @@ class Children(NamedTuple):
 @makes_arrays
 def make_children() -> Children:
     """No child yet."""
-    numbers, floats = np.empty((4, MAX_CHILDREN), np.int32), np.empty((3 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
+    numbers, floats = np.empty((4, MAX_CHILDREN), np.int32), np.empty((2 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
     token_ids, counts, cells, ends = numbers
-    return Children(token_ids, counts, floats[0], floats[1], floats[2], floats[3:], cells, ends)
+    return Children(token_ids, counts, floats[0], floats[1], floats[2:], cells, ends)
 
 
 @inlined
@@ -71,9 +70,9 @@ def find_child(children: Children, num: int, token: int) -> int:
 
 
 @inlined
-def log_exponential(row: Row, token: int) -> float:
-    """Log of the exponential variable -log(u) of a token: its Gumbel noise with the opposite sign."""
-    return math.log(-math.log(uniform_of(row.key, token)))
+def gumbel_of(row: Row, token: int) -> float:
+    """The noise of a token."""
+    return -math.log(-math.log(uniform_of(row.key, token)))
 
 
 @inlined
@@ -84,9 +83,7 @@ def add_child(children: Children, num: int, token: int) -> None:
 
 
 @inlined
-def share_out(
-    children: Children, context: int, num: int, row: Row, trust: Trust, listed: int, cell: int, mass: float
-) -> None:
+def share_out(children: Children, context: int, num: int, row: Row, listed: int, cell: int, mass: float) -> None:
     """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
     shares, total = children.shares[context], float(listed)
     if row.is_known:
@@ -94,8 +91,8 @@ def share_out(
         for i in range(num):
             if 0 < shares[i] < listed:  # of a single one the noise does not matter
                 if children.noise[i] == NOT_YET:
-                    children.noise[i] = log_exponential(row, children.token_ids[i])
-                shares[i] *= math.exp(-trust[cell, POWER] * children.noise[i])
+                    children.noise[i] = gumbel_of(row, children.token_ids[i])
+                shares[i] *= math.exp(NOISE_POWER * children.noise[i])
             total += shares[i]
     scale_shares(children, context, num, cell, mass / total)
 

@@ -16,7 +16,7 @@ from srtrl.drafters.foresight import NOTHING, combine, find_taken, foresee
 from srtrl.drafters.rollout_cache import CachedRollout, RolloutCache
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_distributions, learn_ngrams, make_table
 from srtrl.drafters.texts import NO_PENDING, NONE, START_TOKEN, Pending, TextStore
-from srtrl.drafters.trie_draft import Basis, Noise, draft_trees, learn_rows
+from srtrl.drafters.trie_draft import NO_NOISE, Basis, Noise, draft_trees, learn_rows
 from srtrl.drafters.trust import Trust, make_trust
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request, TopTokens, num_equal
@@ -77,8 +77,8 @@ class Drafter(DrafterBase):
         self._pending = NO_PENDING
         """The tokens that the queue appends to texts: drafts follow them already."""
         self._trust = defaultdict[str, Trust](make_trust)
-        """The learned trust in contexts and in the noise, for each purpose."""
-        self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+        """The learned trust in contexts, for each purpose."""
+        self._noise = NO_NOISE
         self._foreseen = NOTHING
         self._last_limits = np.zeros(0, np.int64), 0.0
         """`max_nodes` and `min_score` of the last `propose`."""

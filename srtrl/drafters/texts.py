@@ -35,7 +35,7 @@ INITIAL_PAGES = 64
 LENGTHS = (1, 4)
 """Tokens of the contexts that have chains, at most `MAX_MATCH`."""
 MAX_MATCH = 64
-"""Tokens back that a search compares; a place that agrees so far may still agree with the whole text."""
+"""Tokens back that a search compares."""
 MAX_PLACES = 64
 """Places that a search keeps, the newest of each chain, and steps that it makes along a chain."""
 ENOUGH_LENGTHS, ENOUGH_PLACES = 2, 16
@@ -52,8 +52,6 @@ class Texts(NamedTuple):
 
     tokens: Int32Array
     """[positions]."""
-    prefixes: Int32Array
-    """[positions], hash of the text up to here."""
     older: Int32Array
     """[positions, lengths], the next place of each chain."""
     known: Int32Array
@@ -88,8 +86,6 @@ class Sought(NamedTuple):
     """Tokens that are compared, at most `MAX_MATCH`."""
     num_passed: int
     """Tokens of the whole text, START included."""
-    prefix: int
-    """Hash of the whole text."""
 
 
 class Found(NamedTuple):
@@ -98,7 +94,7 @@ class Found(NamedTuple):
     places: Int32Array
     """[1 + nodes, MAX_PLACES]."""
     matches: Int32Array
-    """Length of each place's match; that of the whole text where all of it agrees."""
+    """Length of each place's match."""
     tokens: Int32Array
     """Token of each place."""
     nums: Int32Array
@@ -125,12 +121,6 @@ def position_before(texts: Texts, position: int) -> int:
 def position_after(texts: Texts, position: int) -> int:
     """The position after another in its text, which a text need not have reached; or `NONE`."""
     return int(position + 1 if (position + 1) % PAGE else texts.pages[position // PAGE, AFTER])
-
-
-@inlined
-def longer_prefix(prefix: int, token: int) -> int:
-    """Hash of a text and one more token."""
-    return int(np.int32(np.int64(prefix) * np.int64(0x9E3779B1) + token + 3))
 
 
 @inlined
@@ -186,10 +176,8 @@ def _append(
                 if last != NONE:
                     texts.pages[last // PAGE, AFTER] = place
                 num_pages += 1
-            token, prefix, is_start = token_ids[i], 0, token_ids[i] == START_TOKEN
-            if not is_start:
-                prefix = longer_prefix(texts.prefixes[last], token)
-            texts.tokens[place], texts.prefixes[place], texts.known[place, 0] = token, prefix, UNKNOWN
+            is_start = token_ids[i] == START_TOKEN
+            texts.tokens[place], texts.known[place, 0] = token_ids[i], UNKNOWN
             if len(known) > 0:
                 for j in range(SIZE):
                     texts.known[place, j] = known[i, j]
@@ -214,11 +202,9 @@ def _link_again(texts: Texts, num_pages: int) -> None:
 def seek(texts: Texts, pending: Pending, slot: int, found: Found) -> Sought:
     """The text of a slot with its pending tokens, whose end is written into the window."""
     position, num_passed, prompt = texts.slots[slot, END], texts.slots[slot, NUM_PASSED], texts.slots[slot, OWNER]
-    prefix, begin, end = texts.prefixes[position], 0, 0
+    begin, end = 0, 0
     if slot < len(pending.spans):
         begin, end = pending.spans[slot]
-        for i in range(begin, end):
-            prefix = longer_prefix(prefix, pending.token_ids[i])
     size, first = min(num_passed + end - begin, MAX_MATCH), len(found.nums) - 1
     for i in range(size):
         if i < end - begin:
@@ -226,7 +212,7 @@ def seek(texts: Texts, pending: Pending, slot: int, found: Found) -> Sought:
         else:
             found.window[first + i] = texts.tokens[position]
             position = position_before(texts, position)
-    return Sought(int(prompt), int(size), int(num_passed + end - begin), int(prefix))
+    return Sought(int(prompt), int(size), int(num_passed + end - begin))
 
 
 @inlined
@@ -243,9 +229,7 @@ def _put_place(found: Found, node: int, num: int, place: int, match: int) -> boo
 @inner
 def search(texts: Texts, sought: Sought, found: Found, depth: int, node: int, enough_lengths: int) -> None:
     """Find the places of a node, the drafted tokens before which are in the window."""
-    begin, size, prefix = len(found.nums) - 1 - depth, sought.size + depth, sought.prefix
-    for i in range(begin + depth - 1, begin - 1, -1):
-        prefix = longer_prefix(prefix, found.window[i])
+    begin, size = len(found.nums) - 1 - depth, sought.size + depth
     num, num_lengths, limit = 0, 0, size + 1
     for i in range(len(LENGTHS) - 1, -1, -1):
         if LENGTHS[i] > size or num_lengths >= enough_lengths:
@@ -256,13 +240,10 @@ def search(texts: Texts, sought: Sought, found: Found, depth: int, node: int, en
         place, num_steps = texts.newest[i, _chain_of(texts, code)], 0
         while place != NONE and num < MAX_PLACES and num_steps < MAX_PLACES:
             if texts.pages[place // PAGE, PROMPT] == sought.prompt:
-                last = position_before(texts, place)
-                match, position = 0, last
+                match, position = 0, position_before(texts, place)
                 while match < min(size, limit) and texts.tokens[position] == found.window[begin + match]:
                     match, position = match + 1, position_before(texts, position)
                 if LENGTHS[i] <= match < limit:  # else it is of another context, or was found by a longer one
-                    if match == size and texts.prefixes[last] == prefix:
-                        match = sought.num_passed + depth
                     num_lengths += _put_place(found, node, num, place, match)
                     num += 1
             place, num_steps = texts.older[place, i], num_steps + 1
@@ -333,7 +314,7 @@ class TextStore:
         needed = self.num_pages + len(slots) + len(token_ids) // PAGE
         if needed > len(self.arrays.pages):
             old, self.arrays = self.arrays, _make_texts(1 << (needed - 1).bit_length(), self.arrays.slots)
-            for new, array in zip(self.arrays[:5], old[:5], strict=True):
+            for new, array in zip(self.arrays[:4], old[:4], strict=True):
                 new[: len(array)] = array
             _link_again(self.arrays, self.num_pages)
         self.num_pages = _append(self.arrays, slots, token_ids, offsets, known, self.num_pages)
@@ -366,7 +347,6 @@ def _make_texts(num_pages: int, slots: Int32Array) -> Texts:
     size = num_pages * PAGE
     return Texts(
         tokens=np.empty(size, np.int32),
-        prefixes=np.empty(size, np.int32),
         older=np.empty((size, len(LENGTHS)), np.int32),
         known=np.empty((size, SIZE), np.int32),
         pages=np.empty((num_pages, 3), np.int32),

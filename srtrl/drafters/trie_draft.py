@@ -21,7 +21,7 @@ from srtrl.drafters.children import (
     Row,
     add_child,
     find_child,
-    log_exponential,
+    gumbel_of,
     make_children,
     scale_shares,
     share_out,
@@ -29,7 +29,7 @@ from srtrl.drafters.children import (
 from srtrl.drafters.distributions import NUM_TOP, UNKNOWN, probability
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.frontier import Frontier, make_frontier, put_candidate
-from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
+from srtrl.drafters.shared_ngrams import ENTRIES, NO_TOKEN, TOTAL, UNIT, WAYS, Table, find_context
 from srtrl.drafters.texts import (
     NO_PENDING,
     NONE,
@@ -47,15 +47,11 @@ from srtrl.drafters.texts import (
 from srtrl.drafters.trust import (
     DISTRIBUTION,
     NUM_CELLS,
-    POWER,
     Trust,
     blend_trust,
     cell_of,
     column_of,
-    is_distribution,
-    learn_noise,
     learn_trust,
-    make_trust,
 )
 from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.model.kernels import inlined, inner
@@ -82,10 +78,6 @@ WORK_PER_ROW = 5_000
 """Cost of a row's draft, in the unit of `use_kernel_threads`: about 3 microseconds."""
 
 
-NO_TRUST = make_trust()
-"""For slots whose noise is not known."""
-
-
 class Noise(NamedTuple):
     """The noise that decides the next tokens beside the policy, known before it has run: see `srtrl.model.noise`."""
 
@@ -104,11 +96,11 @@ NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.b
 class Basis(NamedTuple):
     """The sources of scores, beside the texts."""
 
-    shared: Table = NO_TABLE
+    shared: Table
     """See `shared_ngrams`; without rows where nothing is known."""
-    trust: Trust = NO_TRUST
+    trust: Trust
     """See `srtrl.drafters.trust`; for slots whose noise is known."""
-    noise: Noise = NO_NOISE
+    noise: Noise
     """The noise of all slots."""
 
 
@@ -133,14 +125,13 @@ def _add_distribution(
         return 0, 1.0
     known, match = texts.known[found.places[node, first]], found.matches[node, first]
     cell = DISTRIBUTION + column_of(match, match == row.num_passed)
-    num, listed, total, power = 0, 0.0, 0.0, basis.trust[cell, POWER]
+    num, listed, total = 0, 0.0, 0.0
     for number in range(NUM_TOP):
         chance = probability(known, 0, number)
         if chance > 0 and chance >= LIFT * negligible:
             add_child(children, num, known[number])
-            children.noise[num] = log_exponential(row, children.token_ids[num])
-            children.logprobs[num] = math.log(chance)
-            children.shares[0, num] = math.exp(max(power, 1.0) * children.logprobs[num] - power * children.noise[num])
+            children.noise[num] = gumbel_of(row, children.token_ids[num])
+            children.shares[0, num] = chance * math.exp(children.noise[num])
             listed += chance
             total += children.shares[0, num]
             num += 1
@@ -180,7 +171,7 @@ def _blend_contexts(
         cell = cell_of(more, match, match == row.num_passed)
         part = more / (more + DISTINCT_WEIGHT * distinct) * (match / (match + MATCH_WEIGHT))
         part = mass * (blend_trust(basis.trust, cell, part) if row.is_known else part)
-        share_out(children, num_contexts, num, row, basis.trust, more, cell, part)
+        share_out(children, num_contexts, num, row, more, cell, part)
         num_contexts += 1
         mass -= part
     return num, num_contexts, mass
@@ -225,7 +216,7 @@ def _add_shared(
             shares[i] = count
             listed += count
         if listed:
-            share_out(children, num_contexts, num, row, trust, listed, cell, part * listed / total)
+            share_out(children, num_contexts, num, row, listed, cell, part * listed / total)
             num_contexts += 1
         mass -= part
     return num, num_contexts
@@ -359,33 +350,15 @@ def draft_trees(
     return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=rooms).pick(rooms[:-1], sizes)
 
 
-@inlined
-def _slope(trust: Trust, row: Row, children: Children, context: int, i: int) -> float:
-    """Derivative of the log of a child's share, before it is scaled, by the exponent of a context."""
-    gumbel, cell = -log_exponential(row, children.token_ids[i]), children.cells[context]
-    return gumbel + children.logprobs[i] if is_distribution(cell) and trust[cell, POWER] >= 1 else gumbel
-
-
 @inner
-def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, child: int) -> None:
+def _learn_token(trust: Trust, children: Children, num_contexts: int, child: int) -> None:
     """Learn from the child that was sampled; one that is not among them was decided by none of the contexts."""
     left = 1.0
     for context in range(num_contexts):
-        shares, end = children.shares[context], children.ends[context]
-        decided = shares[child] / children.weights[child] if child < end else 0.0
+        is_listed = child < children.ends[context]
+        decided = children.shares[context, child] / children.weights[child] if is_listed else 0.0
         learn_trust(trust, children.cells[context], left, decided)
         left = max(left - decided, 0.0)  # a difference of roundings is no weight
-        if decided > 0 and end > 1:
-            total, mean, square = 0.0, 0.0, 0.0
-            for i in range(end):
-                slope = _slope(trust, row, children, context, i)
-                total += shares[i]
-                mean += shares[i] * slope
-                square += shares[i] * slope * slope
-            mean /= total
-            gradient = _slope(trust, row, children, context, child) - mean
-            information = decided * (square / total - mean * mean)
-            learn_noise(trust, children.cells[context], decided * gradient, information)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -416,7 +389,7 @@ def learn_rows(
                 texts, sought, found, depth, depth - 1, depth, basis, row, LEARNED_MASS, children
             )
             child = find_child(children, num, token)
-            _learn_token(basis.trust, row, children, num_contexts, child)
+            _learn_token(basis.trust, children, num_contexts, child)
             if child == num:
                 break
             found.window[room - 1 - depth] = token

@@ -1,11 +1,9 @@
-"""How far drafts trust a context and the noise: learned from the tokens that followed, for each purpose.
+"""How far drafts trust a context: learned from the tokens that followed, for each purpose.
 
 A context's *trust* is the chance that it decides the next token and its suffixes do not. It begins as a formula and
 becomes the share of the tokens that the context has decided among those that it could have. Which context has decided a
 token is not seen; each gets its share of the token's probability (the E step of expectation maximisation). Contexts are
-taken together by their number of occurrences and their length; those that are all of the answer so far are apart. The
-*noise* of a token counts with an exponent between 0 (counts alone decide) and `MAX_POWER`, for each kind of context,
-which moves up the gradient of the log-likelihood (Newton's step).
+taken together by their number of occurrences and their length; those that are all of the answer so far are apart.
 
 Drafts depend on it, tokens never do.
 """
@@ -18,41 +16,28 @@ from srtrl.model.kernels import inlined, inner
 Float64Array = npt.NDArray[np.float64]
 
 Trust = Float64Array
-"""[NUM_CELLS, 4]: of each kind of context the tokens that it has decided and those that it could have, the exponent of
-the noise and the information (inverse variance) about it."""
+"""[NUM_CELLS, 2]: of each kind of context the tokens that it has decided and those that it could have."""
 
-DECIDED, REACHED, POWER, INFORMATION = 0, 1, 2, 3
+DECIDED, REACHED = 0, 1
 DISTRIBUTION = 24
 """The first cell of distributions."""
 NUM_CELLS = DISTRIBUTION + 8
 """4 of occurrences x 6 of lengths, 6 of distributions, then one each for `shared_ngrams` of length 1 and 2."""
 FORMULA_WEIGHT = 8.0
 """The formula counts as this many tokens."""
-MAX_REACHED, MAX_INFORMATION = 2000.0, 400.0
+MAX_REACHED = 2000.0
 """With more, old tokens lose half of their weight: the policy moves."""
-MAX_POWER = 1.2
-MAX_SHARPNESS = 8.0
-"""Limit for a distribution: from 1 on it is the exponent of the probability, too, for the policy is the context's."""
-FIRST_POWER, FIRST_INFORMATION = 0.6, 8.0
 
 
 def make_trust() -> Trust:
     """Nothing is learned yet."""
-    trust = np.tile([0.0, 0.0, FIRST_POWER, FIRST_INFORMATION], (NUM_CELLS, 1))
-    trust[DISTRIBUTION:-2, POWER] = 1.0
-    return trust
+    return np.zeros((NUM_CELLS, 2))
 
 
 @inlined
 def column_of(length: int, is_whole: bool) -> int:
     """Lengths of 1, 2, 4, 8, 16 and more tokens, or whole."""
     return 5 if is_whole else (length >= 2) + (length >= 4) + (length >= 8) + (length >= 16)
-
-
-@inlined
-def is_distribution(cell: int) -> bool:
-    """Whether a cell is one of distributions."""
-    return DISTRIBUTION <= cell < DISTRIBUTION + 6
 
 
 @inlined
@@ -76,13 +61,3 @@ def learn_trust(trust: Trust, cell: int, reached: float, decided: float) -> None
     if trust[cell, REACHED] > MAX_REACHED:
         trust[cell, REACHED] /= 2
         trust[cell, DECIDED] /= 2
-
-
-@inner
-def learn_noise(trust: Trust, cell: int, gradient: float, information: float) -> None:
-    """Gradient of a token's log-likelihood by the exponent of a context's noise, and the information in it."""
-    trust[cell, INFORMATION] += information
-    power = trust[cell, POWER] + gradient / trust[cell, INFORMATION]
-    trust[cell, POWER] = min(max(power, 0.0), MAX_SHARPNESS if is_distribution(cell) else MAX_POWER)
-    if trust[cell, INFORMATION] > MAX_INFORMATION:
-        trust[cell, INFORMATION] /= 2

@@ -23,7 +23,7 @@ from srtrl.engine.step_inputs import (
 )
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.paged_attention import PagedPlan, TreeRows
-from srtrl.model.transformer import LayerStates, Transformer
+from srtrl.model.transformer import Transformer, layer_states
 from srtrl.types import TopTokens
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ class CpuRunner(Runner):
 
     def __init__(self, policy: Transformer, options: EngineOptions) -> None:
         super().__init__(policy, options)
-        self._state_layers = options.state_layers
         self.num_words = num_ancestor_words(options.max_draft_nodes)
         self._buffer: Int32Array = np.empty(0, np.int32)
         self._sampled: SampledRows | None = None
@@ -80,11 +79,11 @@ class CpuRunner(Runner):
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
         """See `Runner`."""
         rows = TreeRows(**{field.name: torch.from_numpy(getattr(inputs, field.name)) for field in fields(TreeRows)})
-        states = LayerStates(self._state_layers) if self._state_layers else None
+        width = len(self._state_layers) * self.model.config.hidden_size
+        self.states = self.model.embedding.new_empty(len(rows.token_ids), width)
+        states = layer_states(self._state_layers, self.states)
         hidden = self.model(rows.token_ids.long(), PagedPlan(self.cache, rows), states)  # [N, D]
         self.inputs, self.hidden = inputs, hidden
-        if states is not None:
-            self.states = states.joined
         num_sampled = inputs.shape.num_sampled
         self._last = None  # its logits make room
         logits = self.model.logits(hidden[: self._padded(num_sampled)])[:num_sampled]  # [L, V]

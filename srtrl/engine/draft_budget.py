@@ -1,7 +1,8 @@
 """Draft control: what a decode step costs, and which draft nodes it verifies.
 
-`StepCost` is the measured time of a step by its number of rows. `choose_nodes` takes, of all draft nodes of all
-sequences, the best ones up to the number at which expected tokens per second are highest; that may be none.
+`StepCost` is the measured time of a step by its number of rows, the drafting that each step does included.
+`choose_nodes` takes, of all draft nodes of all sequences, the best ones up to the number at which expected tokens per
+second are highest; that may be none.
 
 None of this changes a token, only the time it takes.
 """
@@ -114,20 +115,17 @@ class StepCost:
             self.table = at_edges[np.minimum(np.searchsorted(self._edges, every), len(at_edges) - 1)]
 
 
-def choose_nodes(
-    trees: DraftTrees, table: Float64Array, *, num_other_rows: int, draft_seconds: float
-) -> tuple[Int64Array, float]:
+def choose_nodes(trees: DraftTrees, table: Float64Array, *, num_other_rows: int) -> tuple[Int64Array, float]:
     """Choose the best nodes of all trees, as many as give the most expected tokens per second.
 
     Of all nodes, by falling score, as many as maximise
 
-        (B + expected accepted tokens) / (T(B + other rows + n) + seconds spent on drafting).
+        (B + expected accepted tokens) / T(B + other rows + n).
 
     Args:
         trees: One for each of B sequences, nodes in order of falling score.
         table: T, see `StepCost.table`.
         num_other_rows: Rows of the step that are neither roots of these trees nor their nodes.
-        draft_seconds: What drafting takes of such a step.
 
     Returns:
         [B], the number of nodes of each tree, its first ones; and their lowest score, 1 without any.
@@ -137,7 +135,7 @@ def choose_nodes(
     max_nodes = min(trees.num_nodes, MAX_ROWS - num_rows)
     if max_nodes <= 0:
         return sizes, 1.0
-    costs = table[num_rows : num_rows + max_nodes + 1] + draft_seconds
+    costs = table[num_rows : num_rows + max_nodes + 1]
     order = np.argsort(-trees.scores, kind="stable")  # here: Numba takes two seconds to compile a sort
     return sizes, _choose(trees.scores, order, trees.offsets, costs, sizes)
 
@@ -179,8 +177,6 @@ class DraftControl:
         self.fixed = fixed
         self.score_floor = 0.0
         """Nodes of a lower score are not worth a row of the coming step: they were too far from it in the last one."""
-        self._draft_seconds = 0.0
-        """Time of drafting in a step, per sequence."""
 
     def max_nodes(self, limit: int) -> int:
         """Largest number of draft nodes of a sequence in the coming step."""
@@ -190,27 +186,13 @@ class DraftControl:
         """Choose the number of nodes of each tree that are verified; sets the score floor of the next step."""
         if self.fixed is not None:
             return trees.sizes
-        draft_seconds = self._draft_seconds * len(trees)
-        sizes, lowest = choose_nodes(trees, self.cost.table, num_other_rows=num_other_rows, draft_seconds=draft_seconds)
+        sizes, lowest = choose_nodes(trees, self.cost.table, num_other_rows=num_other_rows)
         num_chosen = int(sizes.sum())
         if num_chosen == trees.num_nodes:  # the floor may hide nodes that are worth a row
             self.score_floor /= 2
         elif num_chosen:
             self.score_floor = FLOOR_SHARE * lowest
         return sizes
-
-    def record(self, *, num_sequences: int, num_rows: int, draft_seconds: float, seconds: float) -> None:
-        """Learn from a step with few rows of prompts, or none.
-
-        Args:
-            num_sequences: Those that were drafted for.
-            num_rows: Of the whole step.
-            draft_seconds: What proposing and choosing took.
-            seconds: Of the whole step, these included; if a cost is stated, by that cost.
-        """
-        self.cost.record(num_rows, seconds - draft_seconds)
-        if num_sequences:
-            self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
 
 
 def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTrees:

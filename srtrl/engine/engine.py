@@ -436,33 +436,13 @@ class Engine:
             record()
 
     def _record(
-        self,
-        step: ScheduledStep,
-        trees: DraftTrees,
-        verified: Verified,
-        clock: StageClock,
-        *,
-        was_prepared: bool,
+        self, step: ScheduledStep, trees: DraftTrees, verified: Verified, clock: StageClock, *, was_prepared: bool
     ) -> None:
         """Count a step, and learn what it cost."""
-        cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
+        num_prefill, num_rows = step.num_prompt_rows, len(step.slots) + trees.num_nodes
         self.stats.add_step(step, trees, verified, clock)
-        if not self.drafts or not was_prepared or 2 * num_prefill > num_rows:
-            return  # the rows of prompts are not like others: where they are many, the control learns nothing
-        draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
-        seconds = clock.total
-        if cost.is_fixed:  # the device's time is stated: the host's counts where it is not a part of the device's
-            seconds = cost.seconds(num_rows + num_prefill)
-            if self.runner.is_asynchronous:
-                seconds += clock.total - clock.seconds["wait"]
-            else:
-                draft_seconds = 0.0
-        self.control.record(
-            num_sequences=step.num_primaries,
-            num_rows=num_rows + num_prefill,
-            draft_seconds=draft_seconds,
-            seconds=seconds,
-        )
+        if self.drafts and was_prepared and 2 * num_prefill <= num_rows:  # the rows of prompts are not like others
+            self.control.cost.record(num_rows + num_prefill, clock.total)
 
     def warm_up(self) -> None:
         """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it.

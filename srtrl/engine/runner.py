@@ -99,13 +99,14 @@ class Runner(ABC):
     hidden: Tensor
     """[at least N, D], after the final norm, of the rows of the last step, on the device; the next overwrites them."""
     states: Tensor
-    """[at least N, len(state_layers) D], likewise: the residual stream after these layers; not there without any."""
+    """[at least N, len(state_layers) D], likewise: the residual stream after these layers."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
         """A runner without pages: `allocate_pages` must follow. `token_major`: see `KVCache`."""
         self.page_size = options.page_size
         self.model = policy
         """The policy itself: decoder and update share its tensors."""
+        self._state_layers = options.state_layers
         self._token_major = token_major
 
     @abstractmethod

@@ -298,33 +298,20 @@ class Layer(nn.Module):
         return torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm)), dim=1).view(qk.shape)
 
 
-class LayerStates:
-    """The residual stream after some of the layers, for what reads more of a forward pass than its last hidden states.
+LayerStates = Sequence[tuple[int, Tensor]]
+"""Numbers of layers (0: the embedding), each with a tensor [T, D] that gets the residual stream after it."""
 
-    Made for one pass, which fills it.
-    """
 
-    def __init__(self, numbers: Sequence[int], out: Tensor | None = None) -> None:
-        """Keep the stream after each of these `numbers` of layers (0: the embedding), side by side.
+def layer_states(numbers: Sequence[int], out: Tensor) -> LayerStates:
+    """The streams after these layers side by side, in `out` [T, len(numbers) D]."""
+    return list(zip(numbers, out.chunk(max(1, len(numbers)), dim=-1), strict=False))  # of none: one empty part
 
-        `out` [T, len(numbers) D]: copies go there; by default it is the tensors of the pass, with their gradients.
-        """
-        self._numbers, self._out = tuple(numbers), out
-        self._parts: dict[int, Tensor] = {}
 
-    def put(self, number: int, hidden: Tensor) -> None:
-        """Take the residual stream [T, D] after `number` layers, if it is wanted."""
-        if self._out is None:
-            self._parts[number] = hidden
-            return
-        for place, part in zip(self._numbers, self._out.chunk(len(self._numbers), dim=-1), strict=True):
-            if place == number:
-                part.copy_(hidden)
-
-    @property
-    def joined(self) -> Tensor:
-        """The streams side by side, in the order of the numbers, [T, len(numbers) D]."""
-        return torch.cat([self._parts[number] for number in self._numbers], dim=-1) if self._out is None else self._out
+def keep_state(states: LayerStates, number: int, hidden: Tensor) -> None:
+    """Copy the residual stream [T, D] after `number` layers to where it is wanted."""
+    for wanted, place in states:
+        if wanted == number:
+            place.copy_(hidden)
 
 
 class Transformer(nn.Module):
@@ -366,17 +353,16 @@ class Transformer(nn.Module):
         """Matrix from hidden states to logits, [V, D]; the embedding where the heads are tied."""
         return self.embedding if self.head is None else self.head
 
-    def forward(self, token_ids: Tensor, plan: AttentionPlan, states: LayerStates | None = None) -> Tensor:
+    def forward(self, token_ids: Tensor, plan: AttentionPlan, states: LayerStates = ()) -> Tensor:
         """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says.
 
-        `states` gets what the layers before it give, as far as it wants them.
+        `states` are filled; not for passes with gradients.
         """
         hidden = self.embed(token_ids)
         rotations = [table.rows(plan.positions, plan.num_positions, hidden.dtype) for table in self.rotary]
         mode = self.gradient_checkpointing if torch.is_grad_enabled() else False
         for index, layer in enumerate(self.layers):
-            if states is not None:
-                states.put(index, hidden)
+            keep_state(states, index, hidden)
             cosines, sines = rotations[self.layer_rotary[index]]
             if mode is True or (mode == "half" and index % 2 == 0):  # no random state is kept: nothing draws from it
                 hidden = checkpoint(
@@ -384,8 +370,7 @@ class Transformer(nn.Module):
                 )
             else:
                 hidden = layer(hidden, cosines, sines, plan, index)
-        if states is not None:
-            states.put(len(self.layers), hidden)
+        keep_state(states, len(self.layers), hidden)
         hidden = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps, self.config.style)
         scale = self.config.style.logit_scale  # here, so that everything that makes logits of them has it
         return hidden if scale == 1 else hidden * scale
