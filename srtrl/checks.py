@@ -209,6 +209,10 @@ def _check_advantage(recipe: Recipe) -> None:
     if not is_token_level(function) and {"values", "mask"} & inspect.signature(function).parameters.keys():
         message = f"{name} takes values or a mask, as advantages of tokens do: put `@token_level` of"
         problems.append(Problem("algorithm.advantage", f"{message} srtrl.algorithms.advantages before it"))
+    tasks = recipe.task.options["tasks"] if recipe.task.name == "mixture" else ()
+    if "reward_weights" in inspect.signature(function).parameters and any(task.get("rewards") for task in tasks):
+        message = f"{name} reads one weight for each reward, and tasks with `rewards` of their own have others"
+        problems.append(Problem("algorithm.advantage", f"{message}: expected the same rewards for all tasks"))
     if needs_values(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
     if recipe.critic is not None and not needs_values(function):

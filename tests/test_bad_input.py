@@ -103,6 +103,7 @@ def loss(logprobs, old, advantages, index, *, clip_low, clip_high, power=2, floo
 
 @token_level
 def wrong_tokens(rewards): return rewards
+def weighted(rewards, *, reward_weights): return rewards
 @token_level
 def tokens(token_rewards, values, mask, *, group_index, gamma, lam): return token_rewards
 @token_level(needs_values=True)
