@@ -65,6 +65,7 @@ from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.one_turn import OneTurn
 from srtrl.run.step_metrics import update_flops
 from srtrl.tasks.arithmetic import is_correct
+from srtrl.tasks.base import TaskBase
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.objective import PolicyLearner
@@ -92,10 +93,13 @@ def seconds_of(num_rows: int) -> float:
     return 1.2e-3 + max(0.8e-3, 6.2e-6 * num_rows)
 
 
-class Ungraded:
+class Ungraded(TaskBase):
     """A task without a verifier."""
 
     verifier = None
+
+    def __init__(self) -> None:
+        """No prompts."""
 
 
 def no_reward(sample: RewardInput) -> float:
@@ -158,7 +162,7 @@ def price_mode(mode: str, *, num_known: int, drafts: bool, runs_ahead: bool) -> 
             for some in (numbers, range(numbers[-1] + 1, numbers[-1] + 1 + NUM_PROMPTS))
         )
         shared: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seed": 0, "purpose": "train", "policy_version": step}
-        with Grader(Ungraded(), [RewardSection(name="figures:no_reward")], GradingSection(), 1) as grader:  # type: ignore[arg-type]
+        with Grader(Ungraded(), [RewardSection(name="figures:no_reward")], GradingSection()) as grader:
             collector = LogNormal(grader, OneTurn(TOKENIZER), sampling=SamplingParams(max_new_tokens=1), **shared)
             collector.num_known = num_known
             engine.add_run_aheads(collector.requests(ahead))

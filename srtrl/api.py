@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 from srtrl.build import run_training
 from srtrl.checks import build_checked
 from srtrl.files import write_atomic
-from srtrl.generation import Generated, generate
+from srtrl.generation import Generated
+from srtrl.generation import generate as complete_prompts
 from srtrl.live_run import with_live_run
 from srtrl.recipe.file import Overrides, Problem, RecipeError, RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
@@ -52,6 +53,9 @@ def with_messages(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return call
+
+
+generate = with_messages(complete_prompts)
 
 
 @with_messages

@@ -49,7 +49,7 @@ from srtrl.run.machine import choose_device
 from srtrl.run.place import StartFlags, TrainingResult
 from srtrl.run.trackers import check_trackers
 from srtrl.tasks.base import TaskBase, load_task
-from srtrl.tasks.grading import make_grader
+from srtrl.tasks.grading import Grader
 from srtrl.tasks.order import Order
 from srtrl.trainer.credit import CreditAssigner
 from srtrl.trainer.evaluate import training_evals
@@ -136,7 +136,7 @@ def build_parts(recipe: Recipe, **flags: Unpack[StartFlags]) -> Parts:
         context = RolloutContext(
             recipe=recipe,
             engine=engine,
-            grader=make_grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens),
+            grader=Grader(task, recipe.rewards, recipe.grading),
             tokenizer=tokenizer,
             end_ids=end_ids,
             turns=turns,

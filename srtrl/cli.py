@@ -61,9 +61,9 @@ class Commands(TyperGroup):
         except (typer.Exit, BrokenPipeError):  # typer handles these
             raise
         except TyperException as error:
-            if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
-                hint, detail = error.format_message().split("'")[1], error.__cause__.errors()[0]
-                print(f"error: {hint}: {expectation(detail)}, found {detail['input']!r}", file=sys.stderr)
+            if isinstance(error, typer.BadParameter) and error.param and isinstance(error.__cause__, ValidationError):
+                option, detail = error.param.opts[0], error.__cause__.errors()[0]
+                print(f"error: {option}: {expectation(detail)}, found {detail['input']!r}", file=sys.stderr)
                 raise typer.Exit(2) from None
             if keys := keys_named(getattr(error, "option_name", "").lstrip("-").replace("-", "_")):
                 error.message += f"; a value of the recipe is given as {' or '.join(f'{key}=VALUE' for key in keys)}"

@@ -67,11 +67,16 @@ def check_output(option: str, path: Path | None, mark: str | None, *, force: boo
     raise ValueError(f"{option}: {path} exists, and is {'kept' if mark is None else 'not from this command'}: {other}")
 
 
+def is_free(path: Path) -> bool:
+    """Whether `new_folder` can take this name: there is nothing, or an empty folder."""
+    return not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir()))
+
+
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
     """A folder to write into, which is durable and has the name `final` when the block succeeds, and is gone if not.
 
-    It has a name of its own until then, beside `final`, which must not exist or be an empty folder.
+    It has a name of its own until then, beside `final` (see `is_free`).
     """
     temporary = temporary_beside(final)
     with named_in_errors(final):

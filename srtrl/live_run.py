@@ -12,7 +12,7 @@ from srtrl.generation import Generated, check_prompts, generated_of, prompts_opt
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import EvalSection, RewardSection, TaskSection
 from srtrl.tasks.base import load_section
-from srtrl.tasks.grading import make_grader
+from srtrl.tasks.grading import Grader
 from srtrl.tasks.rendering import Message
 from srtrl.trainer.evaluate import evaluate
 from srtrl.trainer.sampling import RolloutContext
@@ -70,7 +70,7 @@ class LiveRun:
             tools=self.context.turns.tools,
         )
         rewards = [RewardSection(name="environment")]
-        with make_grader(task, rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
+        with Grader(task, rewards, recipe.grading) as grader:
             context = replace(self.context, recipe=recipe.model_copy(update={"eval": section}), grader=grader)
             groups, _ = evaluate(context, task.eval_prompts, purpose="generate", on_progress=lambda *_: None)
         return [[generated_of(rollout) for rollout in group.rollouts] for group in groups]

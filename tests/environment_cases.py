@@ -65,7 +65,7 @@ def completion_of(
 
 def grader_of(reward: str = "environment") -> Grader:
     """No verifier: rewards alone."""
-    return Grader(Rows(None), [RewardSection(name=reward)], GradingSection(), 100)
+    return Grader(Rows(None), [RewardSection(name=reward)], GradingSection())
 
 
 def collector_of(grader: Grader, turns: OneTurn, max_new_tokens: int = 30, **options: Any) -> Collector:

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no file, and a task of given rows, for tests of tasks and grading."""
+"""A tokenizer that needs no file, and a task that is its verifier, for tests of tasks and grading."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from srtrl.tasks.base import TaskBase, Verifier
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.types import Prompt
+from srtrl.types import FinishReason, Prompt
 
 
 def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
@@ -44,24 +44,22 @@ def prompt_of(answer: str, number: int = 0) -> Prompt:
 
 def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:
     counts: dict[str, Any] = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
-    return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
+    return RewardInput(prompt=prompt_of("1"), text=text, finish_reason="stop", **counts)
+
+
+def to_grade(
+    prompt: Prompt, text: str, finish_reason: FinishReason = "stop", num_tokens: int = 1, **others: Any
+) -> RewardInput:
+    """A sample as it is given to a grader."""
+    options = {"max_new_tokens": 10} | others
+    return RewardInput(prompt=prompt, text=text, finish_reason=finish_reason, num_tokens=num_tokens, **options)
 
 
 class Rows(TaskBase):
-    """A task of (prompt_id, answer, solution) rows, for what needs its verifier and solutions only."""
+    """A task without rows, for what needs its verifier only."""
 
-    def __init__(self, verifier: Verifier | None, *rows: tuple[str, str, str | None]) -> None:
+    def __init__(self, verifier: Verifier | None) -> None:
         self.verifier = verifier
-        self.eval_prompts = [
-            Prompt(prompt_id=name, text="x", token_ids=(0,), answer=answer) for name, answer, _ in rows
-        ]
-        self._solutions = {name: solution for name, _, solution in rows}
-
-    def solution(self, prompt: Prompt) -> str:
-        solution = self._solutions[prompt.prompt_id]
-        if solution is None:
-            raise ValueError("no solution")
-        return solution
 
 
 def processes_of(command: bytes, parent: int | None = None) -> set[int]:

@@ -26,7 +26,7 @@ from srtrl.tasks.row_task import read_prompts
 TABLES: dict[str, str] = dict(
     re.findall(r"^# (\w+): .*\n((?:[^#\n].*\n)+)", Path(__file__).with_suffix(".txt").read_text("utf-8"), re.MULTILINE)
 )
-"""Commands, overrides, combinations of them, and what fits."""
+"""Commands, overrides, combinations of them, what fits, and what other files of tests refuse."""
 ABBREVIATIONS = {
     "LONG": "x" * 5_000,
     "BRACKETS": "[" * 100_000,
@@ -134,9 +134,6 @@ class ListsInTrees(DrafterBase):
 
 FILES = {
     "empty.jsonl": "",
-    "texts.jsonl": '{"prompt": "a", "text": "b"}\n',
-    "samples.jsonl": '{"prompt_token_ids": [1], "token_ids": [9999]}\n',
-    "long.jsonl": json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}),
     "rows.jsonl": '{"prompt": "1"}\n{"text": "2"}\n',
     "prompts.jsonl": '{"prompt": "1+1="}\n',
     "flawed.py": FLAWED,

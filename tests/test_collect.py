@@ -1,11 +1,10 @@
-"""Rollouts come back in data order, whatever finishes first; a dynamic batch is the shortest prefix that suffices."""
+"""A dynamic batch is the shortest prefix that suffices, whatever finishes first; where texts end, and stages' times."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
-from unittest.mock import Mock, call
 
 import pytest
 from engine_cases import make_response
@@ -17,11 +16,11 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine
 from srtrl.engine.no_run_ahead import NoRunAhead
 from srtrl.metrics import StageTimer
-from srtrl.model.noise import make_rng_key
-from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
+from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.rollout.one_turn import OneTurn, response_text
 from srtrl.tasks.grading import Grader
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Completion, FinishReason, Grade, Prompt, Purpose, Request, RolloutGroup, SamplingParams
 from srtrl.warm_start.training import train_tokenizer
 
@@ -80,11 +79,9 @@ class FakeGrader:
     submitted: list[tuple[Prompt, str, FinishReason, int]] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     """Numbers of tickets that were collected at once."""
-    waits: bool = False
-    """Whether `collect` may wait for a grade."""
 
-    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int, **_: object) -> int:
-        self.submitted.append((prompt, text, finish_reason, num_tokens))
+    def submit(self, sample: RewardInput) -> int:
+        self.submitted.append((sample.prompt, sample.text, sample.finish_reason, sample.num_tokens))
         self.pending[len(self.submitted) - 1] = self.random.choice(self.delays)
         return len(self.submitted) - 1
 
@@ -102,8 +99,7 @@ class FakeGrader:
         return self.collect(tickets)
 
     def collect(self, tickets: Sequence[int]) -> list[Grade]:
-        is_done = all(self.pending[ticket] < 0 for ticket in tickets)
-        assert self.waits or is_done, "collect would wait while samples decode"
+        assert all(self.pending[ticket] < 0 for ticket in tickets), "collect would wait while samples decode"
         self.batches.append(len(tickets))
         return [Grade(reward=self.reward(*self.submitted[t][:2]), parts={}, outcome="correct") for t in tickets]
 
@@ -140,45 +136,12 @@ def make_collector(grader: FakeGrader, **options: Any) -> Collector:
 SAMPLING = SamplingParams(max_new_tokens=4, stop_strings=("STOP",))
 
 
-DRAWS = [(2, prompt_of(1)), (0, prompt_of(3)), (1, prompt_of(1)), (7, prompt_of(0))]  # prompt 1 is drawn twice
-
-
 def sample_number(prompt: Prompt, text: str) -> float:
     return float(text.rpartition("/")[-1])
 
 
 COLLECTOR = make_collector(FakeGrader(sample_number, random.Random(0)))
 """For the requests that it makes."""
-
-
-def collect(engine: FakeEngine, grader: FakeGrader, **options: Any) -> list[RolloutGroup]:
-    collector = make_collector(grader, **options)
-    return collect_rollouts(cast(Engine, engine), collector, FixedDraws(DRAWS))
-
-
-def test_order_is_data_order_whatever_finishes_first() -> None:
-    results = []
-    for seed in range(5):
-        progress = Mock()
-        timer = StageTimer()
-        grader = FakeGrader(sample_number, random.Random(seed), waits=True)
-        engine = FakeEngine(seed)
-        results.append(collect(engine, grader, on_progress=progress, timer=timer))
-        assert progress.call_args_list == [call(n, 8) for n in range(1, 9)]
-        assert set(timer.take()) == {"rollout", "grading"}
-        # the grader gets the text up to the stop string, and the number of all tokens
-        expected = {(f"{draw}/{sample}", "stop", 3) for draw, _ in DRAWS for sample in range(2)}
-        assert {submitted[1:] for submitted in grader.submitted} == expected
-        assert grader.batches == [8]
-        rng_keys = {(one.draw_index, one.sample_index): one.rng_key for one in engine.added}
-        assert rng_keys == {(d, s): make_rng_key(11, "train", d, s) for d, _ in DRAWS for s in range(2)}
-    for groups in results:
-        assert repr(groups) == repr(results[0])  # arrays have no `==` for all of them
-        found = [(group.draw_index, group.prompt.prompt_id) for group in groups]
-        assert found == [(0, "3"), (1, "1"), (2, "1"), (7, "0")]
-        for group in groups:  # each sample has its own text and its own grade
-            samples = [(one.sample_index, one.text, one.grade.reward, one.policy_version) for one in group.rollouts]
-            assert samples == [(i, f"{group.draw_index}/{i}", float(i), 3) for i in range(2)]
 
 
 def test_response_text_is_cut_at_the_first_stop_string() -> None:

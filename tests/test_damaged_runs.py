@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from bench_cases import run as call
+from test_bad_input import TABLES
 from tiny_run import assert_same_run, learned_rows, make_policy
 
 from srtrl import build
@@ -67,31 +68,6 @@ WAYS: dict[str, Callable[[bytes], bytes]] = {
     "other-tokens": with_column("prompt_token_ids", [1, 2]),
     "half-list": lambda data: data[: data.index(b"trackers: [") + len(b"trackers: [")],
 }
-DAMAGES = """
-flipped|cut|lost LAST/model.safetensors: train POLICY
-flipped|lost LAST/OPTIMIZER: train
-format-2|nested LAST/state.json: train
-lost LAST/state.json: train POLICY
-lost|cut|{}|nested LAST/manifest.json: train POLICY
-lost LAST/manifest.json + lost LAST/state.json: train
-linked LAST: train
-other checkpoints/step_000003: train
-lost checkpoints => no checkpoint: train POLICY
-other LAST/tokenizer.json => LAST: train POLICY
-other LAST/config.json: train POLICY
-half-row|empty|lost metrics.jsonl: train READERS
-other-row metrics.jsonl: train
-other rollouts/step_000004.parquet: report rollouts
-other rollouts/step_x.parquet: report rollouts
-flipped rollouts/step_000004.parquet: rollouts
-no-reward rollouts/step_000004.parquet: report rollouts
-other-tokens rollouts/step_000004.parquet => rollouts: report
-huge metrics.jsonl: READERS
-other-digit recipe.yaml: train
-other|half-list recipe.yaml: train READERS eval
-"""
-"""How a file is damaged, one way after the other (and another file) => what each of the commands names, by default that
-file: the commands."""
 NAMES = {
     "LAST": LAST,
     "OPTIMIZER": OPTIMIZER,
@@ -121,7 +97,7 @@ COMMANDS: dict[str, list[object]] = {
 }
 
 
-@pytest.mark.parametrize("row", DAMAGES.strip().splitlines())
+@pytest.mark.parametrize("row", TABLES["damages"].splitlines())
 def test_a_damaged_run_gives_one_clear_line(row: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, meaning in NAMES.items():
         row = row.replace(name, meaning)
@@ -176,6 +152,7 @@ def test_a_run_of_an_earlier_version_is_read_but_not_resumed(
 def test_a_damaged_run_goes_on_from_the_intact_checkpoint(run: Path, finished: Callable[[], Path]) -> None:
     damage(run, "flipped", f"{LAST}/{OPTIMIZER}")
     damage(run, "empty", "rollouts/step_000003.parquet")  # written again
+    assert call("generate", run, *COMMANDS["generate"]).exit_code == 0, "the policy alone is read"
     refused = call("train", run, "--resume").stderr
     assert f"{LAST}/{OPTIMIZER} is missing or not as manifest.json lists it" in refused
     assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused

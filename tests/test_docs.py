@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from srtrl.checks import check_recipe
 from srtrl.cli import app
 from srtrl.metrics import read_metrics
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import build_recipe, read_source
+from srtrl.recipe.file import FOREIGN_NAMES, build_recipe, read_source, read_yaml
 from srtrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -273,25 +274,6 @@ def test_the_recipe_lines_of_the_pages_pass_the_checks(tmp_path: Path) -> None:
 # --- Code and commands ----------------------------------------------------------------------------------------------
 
 
-def test_the_code_of_the_walkthrough_is_that_of_the_source() -> None:
-    page = (DOCS / "walkthrough.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n# (srtrl/\S+\.py) (\S+)\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) >= 6
-    for file, name, block in blocks:
-        tree: Any = ast.parse(text := (REPOSITORY / file).read_text(encoding="utf-8"))
-        for part in name.split("."):
-            [tree] = [node for node in tree.body if getattr(node, "name", None) == part]
-        source = [line.strip() for line in text.splitlines()[tree.lineno - 1 : tree.end_lineno]]
-        position = None  # of the next line of the source; None after lines that are left out
-        for line in map(str.strip, block.strip().splitlines()):
-            if line == "...":
-                position = None
-                continue
-            found = source.index(line) if position is None else position
-            assert source[found] == line, f"{file} {name}: {line}"
-            position = found + 1
-
-
 def test_files_and_recipes_that_commands_of_the_pages_name_are_there() -> None:
     named = {
         name
@@ -344,3 +326,59 @@ def test_commands_of_the_readme_and_of_the_index_exist() -> None:
     used = set(re.findall(r"(?:`|^ +)srtrl ([a-z-]+)", README + INDEX, re.MULTILINE))
     assert used - names == set()
     assert names - used == set(), "without a line in the table of docs/README.md"
+
+
+# --- docs/from_trl.md: its script runs, its keys exist, and it has every name that a recipe recognises ----------------
+
+
+FROM_TRL = (DOCS / "from_trl.md").read_text(encoding="utf-8")
+NAMES = read_yaml(FOREIGN_NAMES.read_text(), "names")[0]
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+def test_the_tables_have_all_names_and_only_keys_that_exist() -> None:
+    rows = [line.split(" | ") for line in FROM_TRL.splitlines() if line.startswith("| `")]
+    left = {name for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
+    named = {part for name in left for part in name.split(".")} | set(re.findall(r"`(\w+)`", FROM_TRL))
+    assert not NAMES.keys() - named
+    fields = fields_of(Recipe)
+    sections = "model|rollout|algorithm|train|eval|log"
+    keys = {key for row in rows for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)", row[1])}
+    assert len(keys) > 40
+    assert keys <= {*fields, "algorithm.loss_options.ratio_cap"}
+    for row in rows:  # where a recipe says a key for a name, the page says the same one
+        for name in re.findall(r"`([\w.]+)`", row[0]):
+            meant = NAMES.get(name.rpartition(".")[2], "")
+            if meant in fields:
+                assert meant.partition(".")[0] in row[1], (name, meant)
+                assert meant.rpartition(".")[2] in row[1] or meant.startswith("model.lora"), (name, meant)
+
+
+def test_defaults_are_those_of_the_recipe() -> None:
+    stated = re.findall(r"`((?:rollout|algorithm|train|eval|model)\.[a-z_.]+)` \(([\w.-]+)\)", FROM_TRL)
+    assert len(stated) > 15
+    fields = fields_of(Recipe)
+    for key, default in stated:
+        info = fields[key]
+        if default == "required":
+            assert info.is_required(), key
+        else:
+            shown = json.dumps(info.get_default(call_default_factory=True)).strip('"')
+            assert shown == default or float(shown) == float(default), key
+
+
+def test_the_ported_script_runs(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trl, (script,) = (re.findall(rf"```{kind}\n(.*?)```", FROM_TRL, re.DOTALL) for kind in ("text", "python"))
+    ast.parse(trl[0])
+    monkeypatch.chdir(tmp_path)
+    (Path(shutil.copytree(policy, "my_model")) / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1?"}], "answer": str(n % 10)} for n in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {'"num_steps": 100': '"num_steps": 2', '_new_tokens": 64': '_new_tokens": 8'}
+    for text, smaller in (sizes | {'"max_prompt_tokens": 128': '"max_prompt_tokens": 64'}).items():
+        assert text in script
+        script = script.replace(text, smaller)
+    exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    rows_logged = read_metrics(Path("runs/answers/metrics.jsonl"))
+    assert [row["step"] for row in rows_logged] == [1, 2]
+    assert "reward/has_answer" in rows_logged[0]

@@ -170,19 +170,6 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
     assert run(drafter, request((1, 3)), TEXT) > 0.5 * len(TEXT)
 
 
-def test_a_drafter_that_defers_learns_where_the_engine_has_time_for_it() -> None:
-    drafter, text = SrtDrafter(), [5, 6, 7, 1]
-    drafter.defers = True
-    start(drafter, {0: request(rng_key=1), 1: request((1, 3), rng_key=2), 2: request((1, 4), rng_key=3)})
-    top = TopTokens(token_ids=np.array([text], np.int32).T, logprobs=np.zeros((len(text), 1), np.float32))
-    observe(drafter, {0: text}, top)
-    observe(drafter, {1: text[:2]})
-    assert not propose(drafter, [1])[0].token_ids.size, "its text has not begun"
-    drafter.learn_deferred()
-    assert propose(drafter, [1])[0].token_ids.tolist()[:2] == text[2:]
-    assert propose(drafter, [2])[0].token_ids.tolist()[:4] == text, "after what the slot had before this text"
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_drafter_that_defers_proposes_what_another_does_but_for_the_lag(lag: int) -> None:
     """With no lag in all of random texts; with one where nothing that drafts come from is in the newest tokens."""
@@ -297,18 +284,6 @@ def test_a_preempted_sample_keeps_what_its_tokens_were_drawn_from() -> None:
     drafter.finish([2, 1], [completion(request(), TEXT), None])
     [rollout] = drafter.caches["train"].rollouts((1, 2))
     assert rollout.distributions[:, 0].tolist() == TEXT
-
-
-def test_a_trie_is_built_from_the_newest_texts() -> None:
-    drafter = SrtDrafter(SrtOptions(max_rollouts=3, other_prompts=False))
-    drafter.knows_noise = False
-    texts = np.random.default_rng(3).integers(0, 50, (7, 100)).tolist()
-    for text in texts:
-        run(drafter, request(), text)
-        drafter.end_step()
-    assert run(drafter, request((7,), purpose="eval"), texts[-1]) < 10, "evaluation learns from itself alone"
-    assert run(drafter, request(rng_key=1), texts[0][:50]) < 10
-    assert run(drafter, request(rng_key=2), texts[-1][:60]) > 40, "the newest is still known"
 
 
 # --- Texts that were decoded early ------------------------------------------------------------------------------------

@@ -23,17 +23,14 @@ from engine_cases import (
     tiny_policy,
 )
 from page_cases import check_pages
-from runner_cases import random_trees
 from torch import Tensor
 from torch.nn import functional
 
 from srtrl.drafters.base import Int32Array, Int64Array
-from srtrl.engine import cpu_runner
-from srtrl.engine.batch import ScheduledStep
+from srtrl.engine import cpu_runner, kv_memory
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
-from srtrl.engine.stats import EngineStats, StageClock
-from srtrl.engine.verify import Verified
+from srtrl.engine.kv_memory import GIB, choose_num_pages, free_bytes, kv_bytes
 from srtrl.features.run_ahead import RunAhead
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -147,8 +144,6 @@ def test_impossible_requests_are_refused_by_name(policy: Transformer, expected: 
         with pytest.raises(ValueError, match="prompt '3', sample 1: .*" + message):
             decode(engine, requests_for(), before_step=partial(engine.add, bad))
     assert outputs(decode(engine, requests_for())) == expected
-    with pytest.raises(ValueError, match=r"kv_memory_gib: .* GiB hold 0 pages"):
-        Engine(policy, options(kv_memory_gib=1e-6))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         Engine(policy, options(max_sequence_tokens=257))
 
@@ -251,17 +246,39 @@ def test_products_that_depend_on_the_number_of_rows_are_named_once(
     cpu_runner.warn_of_rounding.cache_clear()
 
 
-def test_statistics_count_the_nodes_and_accepted_paths_of_primaries() -> None:
-    trees, num_new = random_trees(np.random.default_rng(0), [5, 0, 3, 4]), np.array([4, 1, 1, 2])
-    verified = Verified(
-        slots=np.arange(4),
-        token_ids=np.zeros(8, np.int32),
-        offsets=np.append(0, num_new.cumsum()),
-        nodes=np.zeros(8, np.int32),
-        finish=np.zeros(4, np.int8),
-        rows=np.zeros(4, np.int64),
-    )
-    stats = EngineStats()
-    stats.add_step(ScheduledStep(slots=verified.slots, num_primaries=3), trees, verified, StageClock())
-    assert (stats.num_decodes, stats.num_tokens, stats.num_drafts, stats.num_draft_nodes) == (3, 6, 2, 8)
-    assert stats.accepted_by_depth.tolist()[:4] == [1, 1, 1, 0]
+# --- Memory of the KV cache -------------------------------------------------------------------------------------------
+
+
+PAGE = GIB // 64
+
+
+def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_takes() -> None:
+    for free in (80 * GIB, None):
+        assert kv_bytes(2.5, free, reserved_bytes=GIB) == int(2.5 * GIB)
+    assert kv_bytes("auto", free_bytes(torch.device("cpu")), reserved_bytes=0) == 4 * GIB
+    for reserved, expected in ((0, 40), (20, 30), (100, 0)):
+        assert kv_bytes("auto", 80 * GIB, reserved_bytes=reserved * GIB) == expected * GIB
+
+
+def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
+    pages = partial(choose_num_pages, page_bytes=PAGE, page_size=16, slots=4, max_sequence_tokens=100)
+    assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
+    assert pages(20 * PAGE + 1) == 20
+    assert pages(7 * PAGE) == 7
+    with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7, 0.109 GiB: allow it"):
+        pages(7 * PAGE - 1)
+
+
+def test_a_full_device_says_what_would_lower_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "free_bytes", lambda _: 5 * GIB)
+    with pytest.raises(ValueError, match=r"0 GiB hold 0 .*5.0 GiB of the device are free, .* 6.0\. `srtrl show-config"):
+        Engine(tiny_policy(), options(num_pages=None, kv_memory_gib="auto", kv_reserved_bytes=6 * GIB))
+
+
+def test_a_device_without_the_memory_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: CpuRunner, num_pages: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CpuRunner, "allocate_pages", fail)
+    with pytest.raises(ValueError, match=r"is to have 0.00 GiB, and the device has not as much.*rollout.kv_memory_gib"):
+        Engine(tiny_policy(), options(num_pages=3))

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import run
-from task_cases import Rows, prompt_of
+from task_cases import Rows, prompt_of, to_grade
 from tiny_run import train
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -83,8 +82,8 @@ class Judge(BaseHTTPRequestHandler):
 
 def grades_of(reward: str, texts: Sequence[str], **options: Any) -> list[Grade]:
     rewards = [RewardSection(name=reward, options=options)]
-    with Grader(Rows(None), rewards, GradingSection(), max_new_tokens=100) as grader:
-        return grader.collect([grader.submit(prompt_of("42"), text, "stop", len(text)) for text in texts])
+    with Grader(Rows(None), rewards, GradingSection()) as grader:
+        return grader.collect([grader.submit(to_grade(prompt_of("42"), text, "stop", len(text))) for text in texts])
 
 
 @pytest.mark.parametrize("example", ["judges"], indirect=True)
@@ -163,13 +162,3 @@ def test_a_policy_learns_the_game(example: Any, tmp_path: Path) -> None:
     rewards = rewards_of(FOLDER / "game.yaml", tmp_path)
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.8
-
-
-@pytest.mark.parametrize("example", ["drafter"], indirect=True)
-def test_the_drafter_saves_steps_of_a_recorded_run(example: Any, tmp_path: Path) -> None:
-    rewards_of(FOLDER / "game.yaml", tmp_path, "train.num_steps=4", "rollout.num_prompts=2")
-    result = run("replay", tmp_path / "game", "--drafter", "drafter:Drafter", "--json")
-    assert result.exit_code == 0, result.output
-    counted = json.loads(result.output)
-    assert counted["drafter"] == "drafter:Drafter"
-    assert 1.05 * counted["steps"] < counted["steps_without_drafts"]

@@ -23,11 +23,9 @@ from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import TaskSection
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import read_run
-from srtrl.rollout.one_turn import response_text
 from srtrl.run.step_metrics import step_problems
 from srtrl.tasks.base import typed_prompts
 from srtrl.tasks.rendering import apply_chat_template
-from srtrl.warm_start.training import train_tokenizer
 
 SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")
 
@@ -155,8 +153,9 @@ def test_mistakes_are_named_and_those_of_a_file_counted_after_the_third(policy: 
         (["1+1=", ["2+2="]], "prompts.1.0: expected {.role"),
     ]
     for prompts, message in mistakes:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             generate(str(policy), prompts)
+        assert len(caught.traceback) == 2, "this function and the first of srtrl"
 
 
 def test_tokens_that_the_tokenizer_lacks_are_said_counted_and_seen_in_texts(
@@ -199,11 +198,3 @@ def test_known_tokens_are_decoded_as_the_tokenizer_does() -> None:
     expected = f"{UNKNOWN}Zürich: 12+30={UNKNOWN}{UNKNOWN}Zürich: 12+30="
     assert decode(tokenizer, mixed, skip_special_tokens=True) == expected
     assert count_unknown(tokenizer, np.array([*mixed, 5002])) == 4
-
-
-def test_response_text_is_cut_at_the_first_stop_string() -> None:
-    tokenizer = train_tokenizer([], 257)
-    token_ids = [*tokenizer.encode("one END two STOP three"), 0]
-    assert response_text(tokenizer, token_ids, ()) == "one END two STOP three"  # without the end token
-    assert response_text(tokenizer, token_ids, ("STOP", "END")) == "one "
-    assert response_text(tokenizer, token_ids, ("absent",)) == "one END two STOP three"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from task_cases import byte_tokenizer
+from task_cases import byte_tokenizer, to_grade
 
 from srtrl.recipe.schema import GradingSection
 from srtrl.tasks.final_answer import extract_answer
@@ -45,8 +45,8 @@ def test_the_grader_agrees_with_reference_solutions(name: str, num_rows: int | N
     accepted = [*zip(prompts, solutions, strict=False), *zip(prompts, boxed, strict=True)]
     if num_rows is None:
         assert (len(solutions), len(boxed), len(others)) == NUM_ASKED[name]
-    with Grader(task, (), GradingSection(num_workers=1 if num_rows else 2), max_new_tokens=1) as grader:
-        grades = grader.collect([grader.submit(prompt, text, "stop", 1) for prompt, text in (*accepted, *others)])
+    with Grader(task, (), GradingSection(num_workers=1 if num_rows else 2)) as grader:
+        grades = grader.collect([grader.submit(to_grade(*pair)) for pair in (*accepted, *others)])
     outcomes = [grade.outcome for grade in grades]
     assert set(outcomes[: len(accepted)]) == {"correct"}
     judged = zip(others, outcomes[len(accepted) :], strict=True)

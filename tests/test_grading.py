@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import rollout_cases
 from ruamel.yaml import YAML
-from task_cases import Rows, processes_of, prompt_of, sample_of, wait_until
+from task_cases import Rows, processes_of, prompt_of, sample_of, to_grade, wait_until
 
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
@@ -159,11 +159,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def make_grader(*names: str, verifier: str = "", seconds: float = 0.3) -> Grader:
     sections = [RewardSection(name=name if name == "correct" else f"own_rewards:{name}") for name in names]
     judge: Verifier = getattr(sys.modules["own_rewards"], verifier) if verifier else eq
-    return Grader(Rows(judge), sections, GradingSection(num_workers=1, timeout_seconds=seconds), max_new_tokens=10)
+    return Grader(Rows(judge), sections, GradingSection(num_workers=1, timeout_seconds=seconds))
 
 
 def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
-    tickets = [grader.submit(prompt_of("ok", i), text, "stop", len(text)) for i, text in enumerate(texts)]
+    tickets = [grader.submit(to_grade(prompt_of("ok", i), text, "stop", len(text))) for i, text in enumerate(texts)]
     return grader.collect(tickets)
 
 
@@ -222,14 +222,14 @@ def test_a_worker_ends_with_all_it_started(monkeypatch: pytest.MonkeyPatch, tmp_
     values |= {"777": 777, "os.fork() * 0 + 8": 8, "99": 99, f"daemon('{pipe}') or 10": 10}
     with make_grader("apart") as grader:
         assert not interrupt_worker()  # it starts for the first sample
-        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in values]
+        tickets = [grader.submit(to_grade(prompt_of("ok"), text, "stop", 1)) for text in values]
         wait_until(interrupt_worker)  # while it starts
         grader.wait_any(tickets)
         wait_until(interrupt_worker)  # while it grades
         assert [(one.outcome, one.reward) for one in grader.collect(tickets)] == [("wrong", v) for v in values.values()]
         [grade] = grade_all(grader, ["subprocess.Popen(['sleep', '1000']).pid"])
         for _ in range(3):
-            grader.submit(prompt_of("ok"), f"open('{has_begun}', 'w').close() or time.sleep(1000)", "stop", 1)
+            grader.submit(to_grade(prompt_of("ok"), f"open('{has_begun}', 'w').close() or time.sleep(1000)", "stop", 1))
         wait_until(has_begun.exists)
     assert grading_processes() <= others
     child = Path(f"/proc/{int(grade.reward)}/stat")
@@ -250,7 +250,7 @@ def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(
         f"import os, sys, time\nif 'srtrl.tasks.worker' in str(sys.orig_argv): {code}\ndef act(sample): return 1.0\n"
     )
     (package / f"{name}.py").write_text(f"{program}act.isolated = True\n", encoding="utf-8")
-    with Grader(Rows(eq), [RewardSection(name=f"{name}:act")], GradingSection(num_workers=1), 10) as grader:
+    with Grader(Rows(eq), [RewardSection(name=f"{name}:act")], GradingSection(num_workers=1)) as grader:
         others = grading_processes()
         with pytest.raises(RuntimeError, match=f"imports {name} did not start: {problem}"):
             grade_all(grader, ["ok"])
@@ -272,10 +272,10 @@ def test_what_cannot_be_graded_stops_the_start(
 ) -> None:
     with make_grader(reward, verifier=verifier, seconds=0.015) as grader:
         if not problem:
-            grader.try_rewards(prompt_of(text), num_samples=2)
+            grader.try_rewards([prompt_of(text)], 2, 10)
             return
         with pytest.raises(ValueError, match=rf"^rewards: tried on prompt p0 .*'{re.escape(text)}'.*{problem}"):
-            grader.try_rewards(prompt_of(text))
+            grader.try_rewards([prompt_of(text)], 1, 10)
         assert not caplog.messages, "it is said once"
 
 
@@ -295,7 +295,7 @@ def test_tickets_say_when_they_are_done_and_grades_keep_their_order(tmp_path: Pa
     os.mkfifo(pipe)
     with make_grader("apart", "correct", "rank") as grader:
         texts = ("ok", f"len(open('{pipe}').read())")
-        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in texts]
+        tickets = [grader.submit(to_grade(prompt_of("ok"), text, "stop", 1)) for text in texts]
         grader.wait_any(tickets[:1])
         assert [grader.is_done(ticket) for ticket in tickets] == [True, False]
         pipe.write_text("four")
@@ -305,7 +305,7 @@ def test_tickets_say_when_they_are_done_and_grades_keep_their_order(tmp_path: Pa
         grades = grader.collect(tickets[::-1])
     assert [tuple(grade.parts.values()) for grade in grades] == [(4.0, 0.0, 0.0), (2.0, 1.0, 1.0)]
     with make_grader() as in_process:
-        assert in_process.is_done(in_process.submit(prompt_of("ok"), "ok", "stop", 1))  # nothing runs apart
+        assert in_process.is_done(in_process.submit(to_grade(prompt_of("ok"), "ok", "stop", 1)))  # nothing runs apart
 
 
 def test_coroutine_rewards_are_awaited_together(capfd: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +314,7 @@ def test_coroutine_rewards_are_awaited_together(capfd: pytest.CaptureFixture[str
     own = sys.modules["own_rewards"]
     with make_grader("judge", "seventh", "correct", seconds=5.0) as grader:
         texts = ["ok", "raising(OSError('no judge'))", *["counted(gate.wait())"] * 98]
-        tickets = [grader.submit(prompt_of("ok", i), text, "stop", 1) for i, text in enumerate(texts)]
+        tickets = [grader.submit(to_grade(prompt_of("ok", i), text, "stop", 1)) for i, text in enumerate(texts)]
         wait_until(lambda: own.running == 64)
         assert not any(map(grader.is_done, tickets[2:]))
         grader._loop.call_soon_threadsafe(own.gate.set)
@@ -322,7 +322,7 @@ def test_coroutine_rewards_are_awaited_together(capfd: pytest.CaptureFixture[str
         assert any(map(grader.is_done, tickets[2:]))
         ok, raised, *others = grader.collect(tickets)
         assert (own.running, own.most) == (0, 64)
-        grader.submit(prompt_of("ok"), "counted(asyncio.sleep(1000))", "stop", 1)
+        grader.submit(to_grade(prompt_of("ok"), "counted(asyncio.sleep(1000))", "stop", 1))
         wait_until(lambda: own.running == 1)
     assert (ok.outcome, ok.parts) == ("correct", {"judge": 2.0, "seventh": 3.0, "correct": 1.0})
     assert (raised.outcome, raised.reward) == ("error", 0.0)
@@ -347,10 +347,11 @@ def test_blocking_the_event_loop_stops_the_run(
             own.is_free.clear()
             message = rf"rewards: {name} has blocked the event loop for \d seconds; .*a coroutine must not block"
             with pytest.raises(ValueError, match=message):
-                grader.try_rewards(prompt_of(text))
+                grader.try_rewards([prompt_of(text)], 1, 10)
             own.is_free.set()
+    monkeypatch.setattr("srtrl.tasks.event_loop.BLOCKING_SECONDS", 0.05)
     with make_grader("seventh", "judge", seconds=0.005) as grader:
-        tickets = [grader.submit(prompt_of("ok"), "time.sleep(0.15) or 1", "stop", 1) for _ in range(6)]
+        tickets = [grader.submit(to_grade(prompt_of("ok"), "time.sleep(0.15) or 1", "stop", 1)) for _ in range(6)]
         while not all(map(grader.is_done, tickets)):
             grader.wait_any([ticket for ticket in tickets if not grader.is_done(ticket)], timeout=0.02)
         assert [grade.reward for grade in grader.collect(tickets)] == [4.0] * 6
@@ -375,10 +376,10 @@ def test_a_verifier_that_workers_cannot_import_is_refused() -> None:
 
     local.isolated = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="the task's verifier is isolated and must be a function of an importable"):
-        Grader(Rows(local), [], GradingSection(), 10)
+        Grader(Rows(local), [], GradingSection())
     section = RewardSection(name="own_rewards:apart", options={"factor": lambda: 3})
     with pytest.raises(ValueError, match=r"^rewards\.0: own_rewards:apart is isolated and must be"):
-        Grader(Rows(eq), [section], GradingSection(), 10)
+        Grader(Rows(eq), [section], GradingSection())
 
 
 def test_weights_options_and_the_verdict_reach_rewards_wherever_they_run() -> None:
@@ -395,10 +396,9 @@ def test_weights_options_and_the_verdict_reach_rewards_wherever_they_run() -> No
         ("1 + sample.correct", "stop", 5),
         ("sample.num_tokens + sample.correct", "length", 8),
     ]
-    with Grader(
-        Rows(sys.modules["own_rewards"].equal_apart), sections, GradingSection(num_workers=1), max_new_tokens=10
-    ) as grader:
-        grades = grader.collect([grader.submit(prompt_of("1 + sample.correct"), *sample) for sample in samples])
+    with Grader(Rows(sys.modules["own_rewards"].equal_apart), sections, GradingSection(num_workers=1)) as grader:
+        prompt = prompt_of("1 + sample.correct")
+        grades = grader.collect([grader.submit(to_grade(prompt, *sample)) for sample in samples])
     names = ("correct", "here", "apart", "rank", "overlong_penalty", "judge")
     expected = {
         ("correct", 2.0 - 1.0 + 6.0 + 1.0): (1.0, 2.0, 6.0, 0.0, 0.0, 1.0),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sympy.parsing import sympy_parser
-from task_cases import Rows, byte_tokenizer, cases_in, prompt_of, sample_of
+from task_cases import Rows, byte_tokenizer, cases_in, prompt_of, sample_of, to_grade
 
 from srtrl.recipe.schema import GradingSection
 from srtrl.tasks import arithmetic, rewards
@@ -101,9 +101,9 @@ def test_an_answer_is_never_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_an_answer_without_end_costs_its_own_sample() -> None:
-    with Grader(Rows(is_correct), (), GradingSection(num_workers=1, timeout_seconds=0.6), 10) as grader:
+    with Grader(Rows(is_correct), (), GradingSection(num_workers=1, timeout_seconds=0.6)) as grader:
         texts = [rf"\boxed{{{answer}}}" for answer in ("9^{9^{9^{9}}}", "5", "6")]
-        grades = grader.collect([grader.submit(prompt_of("5"), text, "stop", 3) for text in texts])
+        grades = grader.collect([grader.submit(to_grade(prompt_of("5"), text, "stop", 3)) for text in texts])
     assert [grade.outcome for grade in grades] == ["timeout", "correct", "wrong"]
 
 
@@ -159,11 +159,11 @@ def test_only_what_follows_a_thought_is_the_answer(options: Any, choices: Any, t
     [prompt], extract = task.train_prompts, extractor(task.verifier)
     assert extract is not None
     assert options or task.verifier is (is_chosen if choices else is_correct)
-    with Grader(task, (), GradingSection(num_workers=1, timeout_seconds=5), max_new_tokens=1) as grader:
+    with Grader(task, (), GradingSection(num_workers=1, timeout_seconds=5)) as grader:
         for prompt_text, said, follows in THOUGHTS:
             asked = replace(prompt, text=prompt_text)
             text = said.replace("4", "E").replace("5", "D") if choices else said
-            [grade] = grader.collect([grader.submit(asked, text, "stop", 1)])
+            [grade] = grader.collect([grader.submit(to_grade(asked, text, "stop", 1))])
             is_right = follows or bool(options)
             assert grade.outcome == ("correct" if is_right else "wrong"), (prompt_text, said)
             assert extract(as_judged(asked, text)) == (prompt.answer if is_right else None)  # without one, no vote

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from srtrl.files import write_atomic
-from srtrl.metrics import MetricLog, StageTimer, read_metrics
+from srtrl.metrics import MetricLog, read_metrics
 
 
 def test_finite_rows_come_back_as_written_and_others_are_refused_by_name(tmp_path: Path) -> None:
@@ -25,22 +25,6 @@ def test_finite_rows_come_back_as_written_and_others_are_refused_by_name(tmp_pat
         {"step": 1, "reward/mean": 0.1 + 0.2, "tokens/response": 7, "entropy": float(np.float32(0.3))},
         {"step": 2, "loss": 1e-30},
     ]
-
-
-@pytest.mark.parametrize("rest", ["", '{"step": 4, "lo', '{"step": 4}'])
-def test_truncate_drops_later_rows_and_a_half_written_one(tmp_path: Path, rest: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricLog(path) as log:
-        for step in (0, 1, 2, 3):
-            log.write(step, {"loss": step / 7})
-    before = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(before) + rest)
-    with MetricLog(path) as log:
-        log.truncate(len("".join(before[:3])))
-        assert path.read_text() == "".join(before[:3])
-        log.write(3, {"loss": 3 / 7})
-    assert path.read_text() == "".join(before)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -71,15 +55,3 @@ def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypa
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_stage_inside_another_pauses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 2.0, 5.0, 11.0, 20.0, 21.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    timer = StageTimer()
-    with timer.stage("rollout"), timer.stage("grading"):  # 1 to 2 and 5 to 11; 2 to 5
-        pass
-    with pytest.raises(KeyError), timer.stage("grading"):  # 20 to 21
-        raise KeyError
-    assert timer.take() == {"rollout": 7.0, "grading": 4.0}
-    assert timer.take() == {}

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from task_cases import to_grade
 from tiny_run import EASY, LUCKY, make_recipe
 
 from srtrl.build import build_tokenizer
 from srtrl.metrics import read_metrics
 from srtrl.tasks.base import load_task
-from srtrl.tasks.grading import make_grader
+from srtrl.tasks.grading import Grader
 from srtrl.tasks.mixture import MixedOrder
 from srtrl.tasks.order import DataOrder
 from srtrl.tasks.reward_input import RewardInput, batched, isolated
@@ -79,6 +80,11 @@ def apart(sample: RewardInput) -> float:
     return sample.num_tokens
 
 
+@isolated
+def halved(sample: RewardInput) -> float:
+    return sample.num_tokens / 2
+
+
 async def awaited(sample: RewardInput) -> float:
     return -sample.num_tokens
 
@@ -91,15 +97,16 @@ def in_batch(samples: Sequence[RewardInput]) -> list[float]:
 def test_rewards_of_every_kind_see_the_samples_of_their_task_alone(policy: Path, tmp_path: Path) -> None:
     """In a worker process, in the event loop, and all samples at once; grades come in the order of the samples."""
     easy = EASY | {"rewards": [{"name": "test_mixture:apart"}, {"name": "test_mixture:in_batch"}]}
-    lucky = LUCKY | {"rewards": [{"name": "test_mixture:awaited"}, {"name": "test_mixture:in_batch", "weight": 2}]}
+    names = ("halved", "awaited", "in_batch")
+    lucky = LUCKY | {"rewards": [{"name": f"test_mixture:{name}"} for name in names]}
     recipe = make_recipe(policy, tmp_path, task=[easy, lucky])
     task = load_task(recipe, build_tokenizer(recipe))
-    with make_grader(task, recipe.rewards, recipe.grading, 12) as grader:
-        grader.try_rewards(task.train_prompts[0])
+    with Grader(task, recipe.rewards, recipe.grading) as grader:
+        grader.try_rewards(task.train_prompts, 1, 12)
         prompts = [task.train_prompts[index] for index in (0, 10, 1, 2, 12)]
-        tickets = [grader.submit(prompt, "1", "stop", number) for number, prompt in enumerate(prompts)]
+        tickets = [grader.submit(to_grade(prompt, "1", "stop", number)) for number, prompt in enumerate(prompts)]
         rewards = [grade.reward for grade in grader.collect(tickets)]
-    assert rewards == pytest.approx([0 + 3, -1 + 2 * 2.01, 2 + 3.02, 3 + 3.03, -4 + 2 * 2.04])
+    assert rewards == pytest.approx([0 + 3, 0.5 - 1 + 2.01, 2 + 3.02, 3 + 3.03, 2 - 4 + 2.04])
 
 
 def test_each_sample_has_its_tasks_rewards(finished: Callable[..., Path]) -> None:

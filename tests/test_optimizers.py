@@ -1,6 +1,6 @@
 """The optimizers: float32 masters of a bfloat16 model against a plain loop; LoRA, whose steps and files are PEFT's.
 
-`test_ppo_training.py` resumes a killed bfloat16 run, `test_promises.py` one with LoRA.
+`test_promises.py` resumes killed runs in bfloat16 and with LoRA.
 """
 
 import gc

@@ -151,14 +151,6 @@ def files_of(path: Path) -> list[Path]:
     return sorted((path / "optimizer").iterdir())
 
 
-def test_a_lost_part_is_no_number(written: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(written / str(SHARED[1]), tmp_path / "written")) / STEP
-    *_, damaged = files_of(path)
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert find_damage(path, policy_only=True) is None
-    assert find_damage(path) == f"{damaged} is missing or not as manifest.json lists it"
-
-
 def test_large_states_are_written_in_several_files(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

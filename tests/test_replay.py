@@ -8,6 +8,8 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from bench_cases import REPEATER, Repeater, recorded, run, tree_of, write_rows
+from ruamel.yaml import YAML
+from test_bad_input import parsed
 from tokenizers.processors import TemplateProcessing
 
 from srtrl.bench.recorded import Recording, merge_prompts, read_recorded
@@ -120,35 +122,18 @@ def test_texts_are_tokenised_ended_and_cut(tmp_path: Path) -> None:
     assert [sample.is_cut for sample in first.samples + second.samples] == [False, True, False, False, False]
 
 
-LOGS: dict[str, list[dict[str, Any]]] = {
-    "TRL": [{"step": 1, "prompt": "hi", "completion": "a", "advantage": 0.7}],
-    "TRL, messages": [{"prompt": [USER], "completion": [ASSISTANT]}],
-    "messages": [{"messages": [USER, ASSISTANT]}],
-    "verl": [{"input": "hi", "output": "a", "gts": "5", "score": 1.0, "step": 1}],
-    "vLLM": [{"request_id": "7", "prompt": "hi", "outputs": [{"index": 0, "text": "a", "logprobs": None}]}],
-    "a list": [{"prompt": "hi", "completions": ["a"]}],
-    "vLLM, ids": [{"prompt": None, "prompt_token_ids": HI, "outputs": [{"text": "", "token_ids": A}]}],
-    "OpenAI": [{"messages": [USER], "choices": [{"index": 0, "message": ASSISTANT}]}],
-    "OpenAI, with its request": [{"messages": [USER], "response": {"body": {"choices": [{"message": ASSISTANT}]}}}],
-    "OpenAI, texts": [{"prompt": "hi", "response": {"choices": [{"text": "a", "finish_reason": "stop"}]}}],
-    "lm-eval": [
-        {"doc": {"question": "hi?"}, "arguments": {"gen_args_0": {"arg_0": "hi", "arg_1": {}}}, "resps": [["a"]]}
-    ],
-    "lm-eval, older": [{"doc_id": 0, "arguments": [["hi", {"until": []}]], "resps": [["a"]], "filtered_resps": ["a"]}],
-    "texts": [{"prompt": "hi", "response": ["a"]}],
-    "a text": [{"prompt": "hi", "response": "a"}],
-}
+LOGS: dict[str, dict[str, Any]] = YAML(typ="safe").load(Path(__file__).with_name("foreign_logs.yaml"))
 
 
-@pytest.mark.parametrize("rows", LOGS.values(), ids=LOGS.keys())
-def test_logs_of_other_trainers_and_engines_are_read(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", LOGS.values(), ids=LOGS)
+def test_logs_of_other_trainers_and_engines_are_read(row: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = train_tokenizer([], 257)
     begin = (tokenizer.eos_token, tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
     tokenizer.chat_template = "{{ eos_token }}{{ messages[-1].content }}"
     tokenizer.save_pretrained(tmp_path)
     assert (tokenizer.encode("hi"), tokenizer.encode("a")) == (HI, A[::-1])
-    [[prompt]] = read_recorded(write_rows(tmp_path / "log.jsonl", *rows), tokenizer=str(tmp_path), max_tokens=5)
+    [[prompt]] = read_recorded(write_rows(tmp_path / "log.jsonl", row), tokenizer=str(tmp_path), max_tokens=5)
     assert (list(prompt.prompt_token_ids), [sample.tokens.tolist() for sample in prompt.samples]) == (HI, [A])
 
 
@@ -191,24 +176,8 @@ def test_jsonl_and_a_run_give_the_same_rollouts_and_a_run_is_read_step_by_step(t
 
 
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    rows: list[tuple[object, str]] = [
-        ('{"prompt": ', "not JSON: "),
-        ({"prompt_id": "a", "draw_index": 0}, "no prompt: expected prompt, messages, input or prompt_token_ids"),
-        ({"prompt": "x", "answer": "y"}, "no completion: expected text, completion, response, output, completions"),
-        ({"messages": [USER], "choices": [{"message": {"content": None}}]}, "no completion: "),
-        ({"prompt": "x", "resps": [[["-1.5", "False"]]]}, "resps.0: expected a text or a list of texts, found [["),
-        ({"prompt": "x", "output": 5}, "output: expected a text or a list of texts, found 5"),
-        ({"prompt": "x", "completion": [USER, ASSISTANT]}, "completion: several messages are not one completion"),
-        ({"prompt": "x", "text": "y"}, "prompt is a text; give --tokenizer DIR"),
-        ({"messages": [USER, ASSISTANT]}, "prompt is a list of messages; give --tokenizer DIR"),
-        ({"prompt": "x", "samples": []}, "samples: should have at least 1 item"),
-        ({"prompt": "", "samples": [{"token_ids": [1]}]}, "prompt: should have at least 1 character"),
-        ({"prompt_token_ids": [1], "token_ids": [True]}, "token_ids.0: should be a valid integer"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "samples.0.token_ids.0: should be less than"),
-        ({"prompt_token_ids": [1], "samples": [{}]}, "no completion: "),
-    ]
     good = {"prompt_token_ids": [1], "samples": [{"token_ids": [1, 2]}]}
-    for row, error in rows:
+    for row, error in parsed("recordings"):
         path = write_rows(tmp_path / "rows.jsonl", good, row)
         with pytest.raises(ValueError, match="^" + re.escape(f"{path}:2: {error}")):
             read_recorded(path, tokenizer=None, max_tokens=10)

@@ -46,11 +46,3 @@ def test_classes_are_found_without_importing_other_modules(own_package: str) -> 
     assert list_modules(own_package, "Task") == ["losses"]
     assert resolve_class(own_package, "losses", "Task").__module__ == f"{own_package}.losses"
     assert resolve_class("srtrl.tasks", f"{own_package}.losses:Task", "Task").__name__ == "Task"
-
-
-def test_unknown_names_list_what_exists_and_the_nearest() -> None:
-    message = r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?.* known: resolve_part"
-    with pytest.raises(ValueError, match=message):
-        resolve_function("srtrl.resolve", "resolve_clas")
-    with pytest.raises(ValueError, match="`xyz` is not in srtrl/tasks/; known: "):
-        resolve_class("srtrl.tasks", "xyz", "Task")

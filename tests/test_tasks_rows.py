@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bench_cases import run as command
-from task_cases import byte_tokenizer, cases_in
+from task_cases import byte_tokenizer, cases_in, to_grade
 from tiny_run import make_recipe
 from transformers import AutoTokenizer
 
@@ -317,9 +317,9 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer.chat_template = CHAT
     task = load_task(checked, tokenizer)
     assert [prompt.text.count("<user>") for prompt in task.eval_prompts] == [1, 1]
-    with Grader(task, checked.rewards, checked.grading, max_new_tokens=8) as grader:
+    with Grader(task, checked.rewards, checked.grading) as grader:
         texts = ("word " * 8, "word " * 9, "word " * 12, "word " * 13)
-        tickets = [grader.submit(prompt, text, "stop", 1) for prompt in task.train_prompts for text in texts]
+        tickets = [grader.submit(to_grade(prompt, text, "stop", 1)) for prompt in task.train_prompts for text in texts]
         assert [grade.reward for grade in grader.collect(tickets)] == [1, 1, 1, 0, 1, 0, 0, 0]
 
 

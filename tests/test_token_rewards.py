@@ -16,7 +16,7 @@ import torch
 from bench_cases import printed
 from environment_cases import TOKENIZER, ask, completion_of, encode, section_of
 from rollout_cases import make_group
-from task_cases import Rows, byte_tokenizer, prompt_of
+from task_cases import Rows, byte_tokenizer, prompt_of, to_grade
 from tiny_run import PPO
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -96,14 +96,15 @@ def section(name: str, weight: float = 1.0) -> RewardSection:
 
 
 def grader_of(*rewards: RewardSection) -> Grader:
-    return Grader(Rows(None), rewards, GradingSection(num_workers=1), 100)
+    return Grader(Rows(None), rewards, GradingSection(num_workers=1))
 
 
 def grades_of(grader: Grader, *lengths: int, kind: str = "") -> list[Grade]:
     """Of samples with so many of the tokens of `TEXT`."""
     with OneTurn(TOKENIZER) as turns:
+        others: dict[str, Any] = {"texts_of": turns.texts_of, "max_new_tokens": 100}
         tickets = [
-            grader.submit(prompt_of(kind, index), TEXT, "stop", n, token_ids=TOKEN_IDS[:n], texts_of=turns.texts_of)
+            grader.submit(to_grade(prompt_of(kind, index), TEXT, "stop", n, token_ids=TOKEN_IDS[:n], **others))
             for index, n in enumerate(lengths)
         ]
         return grader.collect(tickets)
@@ -206,9 +207,10 @@ def test_a_reward_of_each_step_stands_on_the_last_token_of_its_turn() -> None:
         shown = [(turn.text, "".join(turn.observations).strip(), turn.reward) for turn in conversation.turns]
         assert shown == [("first", "after 0", 0.5), ("in two", "after 1", 1.0), ("x", "", 1.5)]
         of_turns: dict[str, Any] = {"token_ids": token_ids, "turns": conversation.turns, "texts_of": turns.texts_of}
+        of_turns["num_tokens"] = len(token_ids)
         sections = [RewardSection(name="environment", weight=2.0), section("last_turn_paid")]
         with grader_of(*sections) as grader:
-            ticket = grader.submit(prompt_of("a"), conversation.policy_text, "stop", len(token_ids), **of_turns)
+            ticket = grader.submit(to_grade(prompt_of("a"), conversation.policy_text, **of_turns))
             [grade] = grader.collect([ticket])
         assert "".join(ticket.sample.token_texts) == "firstin twox"
     expected = np.zeros(len(token_ids))
@@ -217,7 +219,7 @@ def test_a_reward_of_each_step_stands_on_the_last_token_of_its_turn() -> None:
     assert (grade.reward, grade.parts) == (7.0, {"environment": 3.0, "last_turn_paid": 1.0})
     last_alone = [replace(turn, reward=turn.reward * (turn.text == "x")) for turn in conversation.turns]
     with grader_of(*sections[:1]) as grader:
-        ticket = grader.submit(prompt_of("a"), "", "stop", len(token_ids), **of_turns | {"turns": last_alone})
+        ticket = grader.submit(to_grade(prompt_of("a"), "", **of_turns | {"turns": last_alone}))
         assert grader.collect([ticket]) == [Grade(reward=3.0, parts={"environment": 1.5}, outcome="graded")]
 
 

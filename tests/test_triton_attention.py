@@ -123,18 +123,6 @@ def test_splits_fill_the_device_and_their_results_fit(
     assert num_splits * split_keys >= max_keys > num_splits * (split_keys - 64)
 
 
-def test_keys_are_split_where_lengths_differ() -> None:
-    """Two key-value heads, one row each, on an H200: (sequences, longest, mean) -> splits."""
-    expected = {(64, 2048, 2048): 3, (256, 2048, 2048): 1, (256, 16_384, 1800): 8, (100, 8192, 2100): 8}
-    at_once = programs_per_device(block_m=16, head_dim=128, dtype=torch.bfloat16, device=H200)
-    launch = {"programs_at_once": at_once, "block_m": 16}
-    found = {
-        lengths: choose_num_splits(num_programs=2 * lengths[0], max_keys=lengths[1], mean_keys=lengths[2], **launch)
-        for lengths in expected
-    }
-    assert found == expected
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(12, 2, 128), (14, 2, 64), (32, 8, 128), (8, 8, 80), (16, 1, 96), (8, 2, 256)])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import Completions, FakeDrafter, Letters, options, outputs, requests_for, tiny_policy
+from environment_cases import PROMPTS, TOKENIZER, Digits, collector_of, grader_of, section_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_cases import check_pages
@@ -17,6 +18,7 @@ from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.texts import START_TOKEN
 from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.environments.turns import EnvironmentTurns
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Request, Response
 
@@ -209,3 +211,17 @@ def test_what_cannot_be_extended_or_continued_is_refused(cases: list[tuple[Trans
     engine.extend(completion, [1] * room)
     assert len(list(generated)) == 1
     assert engine.pool.num_used == 0
+
+
+def test_a_sample_given_up_in_the_middle_leaves_nothing() -> None:
+    engine = Engine(tiny_policy(vocab_size=290, scale=5.0), options(max_sequence_tokens=128), tokenizer=TOKENIZER)
+    with EnvironmentTurns(section_of(Digits), TOKENIZER) as conversations, grader_of() as grader:
+        collector = collector_of(grader, conversations, 100)
+        requests = [request for draw in range(3) for request in collector.open(draw, PROMPTS[draw])]
+        for number, completion in enumerate(engine.generate(requests)):
+            collector.receive(engine, [completion])
+            if number == 3:
+                break
+        assert engine.pool.num_used == 0
+        assert not engine.scheduler.paused
+    assert not conversations.futures()

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -26,13 +26,12 @@ from srtrl.engine.stopping import decode
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
 from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, key_of
-from srtrl.environments.samples import OpenSample, PendingTurn
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error, warn_once
 from srtrl.rollout.one_turn import Answer, OneTurn, Segments, response_text
 from srtrl.tasks.event_loop import ADVICE, DaemonThreads, event_loop
 from srtrl.tasks.rendering import tokenise
-from srtrl.types import Completion, Conversation, Prompt, segment_slices
+from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +43,39 @@ T = TypeVar("T")
 
 NUM_THREADS = 128
 """Maximum number of environments' steps at the same time."""
+
+
+@dataclass(slots=True)
+class OpenSample:
+    """One sample between its first turn and its end."""
+
+    prompt: Prompt
+    """Without the messages that the environment begins with."""
+    environment: EnvironmentBase | None = None
+    """Made before its first step."""
+    segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    unseen: list[tuple[Turn, Step]] = field(default_factory=list)
+    """Turns that the record has answered: the environment sees them before the next."""
+
+
+@dataclass(slots=True)
+class PendingTurn:
+    """A turn whose answer is still to come."""
+
+    completion: Completion
+    sample: OpenSample
+    turn: Turn
+    needs_record: bool
+    """Whether the answer is to be recorded: it comes neither from the record nor from the format."""
+    answer: Future[Step] = field(default_factory=Future)
+    started: float | None = None
+    """When the environment began, `time.monotonic`."""
+    seconds: float | None = None
+    """The environment's time."""
 
 
 class EnvironmentTurns(OneTurn):
@@ -88,7 +120,7 @@ class EnvironmentTurns(OneTurn):
     def __enter__(self) -> Self:
         environment, options, name = self.environment_class, self.options, self.section.name
         with ExitStack() as stack:
-            self._loop = stack.enter_context(event_loop(f"environment {name}"))
+            self._loop, _ = stack.enter_context(event_loop(f"environment {name}"))
             self._shared = self._call(f"`open` of {name}", lambda: stack.enter_context(environment.open(options)))
             limit = self._call(f"`max_parallel` of {name}", lambda: environment.max_parallel(options))
             if limit is not None and not (isinstance(limit, Integral) and limit >= 1):

@@ -22,7 +22,7 @@ from srtrl.run.progress import describe_prompt
 from srtrl.run.steps import best_step, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import TaskBase, load_task
 from srtrl.tasks.final_answer import as_judged
-from srtrl.tasks.grading import make_grader
+from srtrl.tasks.grading import Grader
 from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
 from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import RolloutGroup
@@ -129,7 +129,7 @@ def run_evals(
     engine.warm_up()
     end_ids = build.response_end_ids(model, tokenizer)
     for name, recipe, turns, task, prompts in loaded:
-        grader = make_grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+        grader = Grader(task, recipe.rewards, recipe.grading)
         with grader, turns:
             context = RolloutContext(
                 recipe=recipe,

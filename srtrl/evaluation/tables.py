@@ -15,10 +15,10 @@ from rich.table import Table
 from srtrl.evaluation.policy import EvalOutcome, majority_scores
 from srtrl.evaluation.suite import PROMPT_OPTIONS
 from srtrl.run.step_metrics import turn_metrics
-from srtrl.statistics import Estimate, estimate, macro_average, pass_at_k, pass_at_ks
+from srtrl.statistics import Estimate, estimate, macro_average
 from srtrl.tasks.final_answer import as_judged, extractor
 from srtrl.tasks.math import MathOptions
-from srtrl.trainer.evaluate import count_correct
+from srtrl.trainer.evaluate import correct_shares
 
 if TYPE_CHECKING:
     from srtrl.types import Rollout
@@ -68,17 +68,13 @@ def _turns(outcome: EvalOutcome) -> dict[str, float]:
 
 def estimates(outcome: EvalOutcome) -> dict[str, Estimate]:
     """`accuracy`, `maj_at_N` and `pass_at_2`, `pass_at_4`, ... with intervals; empty where the task has no verifier."""
-    num_samples = outcome.recipe.eval.num_samples
     if outcome.task.verifier is None:
         return {}
-    num_correct = [count_correct(group) for group in outcome.groups]
-    shares = {"accuracy": estimate([count / num_samples for count in num_correct])}
+    shares = correct_shares(outcome.groups)
     extract = extractor(outcome.task.verifier)
-    if extract is not None and num_samples > 1:
-        shares["maj_at_N"] = estimate(majority_scores(outcome.groups, extract))
-    for k in pass_at_ks(num_samples):
-        shares[f"pass_at_{k}"] = estimate([pass_at_k(num_samples, count, k) for count in num_correct])
-    return shares
+    if extract is None or outcome.recipe.eval.num_samples == 1:
+        return shares
+    return {"accuracy": shares["accuracy"], "maj_at_N": estimate(majority_scores(outcome.groups, extract)), **shares}
 
 
 def eval_record(outcome: EvalOutcome) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class AttentionGuesser:
             last = take_best(depth, logits)
 
     def _plan(self, token_ids: Tensor, depth: int) -> AttentionPlan:
-        """The plan of one entry of each sequence, so many positions after the row of `aim`; it is written, too."""
+        """The plan of one entry of each sequence, `depth` positions after the row of `aim`; it is written, too."""
         pages, positions = self._pages[: len(token_ids)], self._positions[: len(token_ids)] + depth
         [own] = pages.gather(1, (positions // self._size).long()[:, None]).T
         rows = TreeRows(

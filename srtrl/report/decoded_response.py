@@ -19,22 +19,13 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class PromptHistory:
-    """Rollouts of one prompt, and a later one."""
+def last_rollout(run: Run) -> tuple[str, RecordedPrompt, int]:
+    """A late rollout of the prompt that has the most.
 
-    earlier: RecordedPrompt
-    """By step, draw and sample; no sample where the prompt has only one rollout."""
-    later: RecordedPrompt
-    """One sample, after all of `earlier`: of a later step, or else their sibling."""
-    later_name: str
+    That is the first sample of the last step that sampled the prompt; if no step before it did, the last sample.
 
-
-def read_history(run: Run) -> PromptHistory:
-    """Read the rollouts of the prompt that has the most.
-
-    The first sample of the last step that sampled the prompt is the later rollout. If no step before it did, its last
-    sample is the later rollout and the others are the earlier ones.
+    Returns:
+        Its name, all rollouts of the prompt by step, draw and sample, and how many of them come before it.
 
     Raises:
         ValueError: The prompt has other tokens in another step.
@@ -48,11 +39,7 @@ def read_history(run: Run) -> PromptHistory:
     if others or len(found) != len(steps):
         raise ValueError(f"{run.folder / 'rollouts'}: prompt {prompt_id} has other tokens in another step")
     num_earlier = sum(len(prompt.samples) for prompt in found[:-1]) or len(whole.samples) - 1
-    return PromptHistory(
-        earlier=replace(whole, samples=whole.samples[:num_earlier]),
-        later=replace(whole, samples=[whole.samples[num_earlier]]),
-        later_name=f"step {steps[-1]}, sample {0 if len(steps) > 1 else num_earlier}",
-    )
+    return f"step {steps[-1]}, sample {0 if len(steps) > 1 else num_earlier}", whole, num_earlier
 
 
 class _LoggedReplay(Replay):
@@ -85,17 +72,17 @@ class DecodedResponse:
         return sum(map(len, self.pieces))
 
 
-def decoded_response(history: PromptHistory, decode: Decode) -> DecodedResponse:
-    """Decode the later rollout again, with a drafter that knows the earlier ones."""
-    drafter = Drafter()
-    feed_drafter(drafter, [history.earlier])
+def decoded_response(name: str, prompt: RecordedPrompt, num_earlier: int, decode: Decode) -> DecodedResponse:
+    """Decode the rollout after the first `num_earlier` of its prompt again, with a drafter that knows these."""
+    drafter, sample = Drafter(), prompt.samples[num_earlier]
+    feed_drafter(drafter, [replace(prompt, samples=prompt.samples[:num_earlier])])
     replay = _LoggedReplay(drafter)
-    replay.run([[history.later]])
-    steps = [history.later.samples[0].tokens[:1].tolist(), *replay.steps]
+    replay.run([[replace(prompt, samples=[sample])]])
+    steps = [sample.tokens[:1].tolist(), *replay.steps]
     return DecodedResponse(
-        name=history.later_name,
-        prompt_id=history.later.prompt_id,
-        num_earlier=len(history.earlier.samples),
+        name=name,
+        prompt_id=prompt.prompt_id,
+        num_earlier=num_earlier,
         pieces=[[on_one_line(decode([token_id])) for token_id in token_ids] for token_ids in steps],
     )
 

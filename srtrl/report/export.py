@@ -35,12 +35,12 @@ def command(
     from srtrl.checks import check_folder
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.features.adapters import ADAPTER_FOLDER
-    from srtrl.files import new_folder
+    from srtrl.files import is_free, new_folder
     from srtrl.model.folders import load_tokenizer
     from srtrl.report.runs import read_run
     from srtrl.run.steps import step_of
 
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+    if not is_free(folder):
         raise ValueError(f"{folder} exists and is not an empty folder: delete it, or export to another one")
     if not str(folder).isprintable():
         raise ValueError(f"{str(folder)!r}: expected a name of printable characters")

@@ -13,7 +13,7 @@ from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.files import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw, inline, lines_of
-from srtrl.report.decoded_response import DecodedResponse, decoded_response, read_history, text_decoder
+from srtrl.report.decoded_response import DecodedResponse, decoded_response, last_rollout, text_decoder
 from srtrl.report.rollouts import read_samples, token_rewards_text
 from srtrl.report.runs import Run, read_run
 from srtrl.run.machine import read_machines
@@ -130,7 +130,7 @@ def _decoded(run: Run) -> DecodedResponse | None:
         decode = text_decoder(run)
     except ValueError:  # no checkpoint yet, and the model is elsewhere
         return None
-    return decoded_response(read_history(run), decode)
+    return decoded_response(*last_rollout(run), decode)
 
 
 def _samples(run: Run) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:

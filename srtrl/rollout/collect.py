@@ -18,6 +18,7 @@ from srtrl.metrics import StageTimer
 from srtrl.model.noise import make_rng_key
 from srtrl.rollout.one_rank import OneRank
 from srtrl.rollout.one_turn import Answer, OneTurn
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import (
     Completion,
     Conversation,
@@ -240,15 +241,17 @@ class Collector:
         draw = self._draws[request.draw_index]
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
         token_ids = response.token_ids[response.sampled].tolist()
-        ticket = self.grader.submit(
-            draw.prompt,
-            conversation.policy_text if conversation else answer.text,
-            response.finish_reason,
-            len(token_ids),
-            token_ids=token_ids,
+        sample = RewardInput(
+            prompt=draw.prompt,
+            text=conversation.policy_text if conversation else answer.text,
+            finish_reason=response.finish_reason,
+            num_tokens=len(token_ids),
+            max_new_tokens=request.sampling.max_new_tokens,
+            token_ids=tuple(token_ids),
             turns=conversation.turns if conversation else (),
             texts_of=self.turns.texts_of,
         )
+        ticket = self.grader.submit(sample)
         draw.samples[request.sample_index] = _Sample(ticket, response, answer.text, conversation)
 
     def is_graded(self, draw_index: int) -> bool:

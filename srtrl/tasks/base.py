@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from srtrl.recipe.file import Problem, RecipeError, validate_section
-from srtrl.recipe.schema import Recipe, Section, TaskSection
+from srtrl.recipe.schema import Recipe, RewardSection, Section, TaskSection
 from srtrl.resolve import Caught, describe_error, describe_value, resolve_class
 from srtrl.tasks.order import DataOrder, Order
 from srtrl.tasks.rendering import Message
@@ -45,8 +45,6 @@ class TaskBase:
     """Problems to train on; empty if the options name none."""
     eval_prompts: Sequence[Prompt] = ()
     """Held-out problems; empty if the options name none."""
-    grader_class: type[Any] | None = None
-    """In place of `srtrl.tasks.grading:Grader`, a subclass of it."""
     load_report: Mapping[str, int] = MappingProxyType({})
     """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`
     and `train/without_answer`."""
@@ -58,6 +56,14 @@ class TaskBase:
     def verifier(self) -> Verifier | None:
         """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
         return None
+
+    def label_of(self, prompt: Prompt) -> str:
+        """The label of the task in a mixture that a prompt is of; empty where the task is no mixture."""
+        return ""
+
+    def judged_by(self, rewards: Sequence[RewardSection]) -> Mapping[str, tuple["TaskBase", Sequence[RewardSection]]]:
+        """The task whose verifier judges the prompts of each label, and their rewards: the recipe's, or its own."""
+        return {"": (self, rewards)}
 
     def order(self, seed: int, *, is_shuffled: bool = True) -> Order:
         """Which training prompt is drawn when, if that depends on no sample."""

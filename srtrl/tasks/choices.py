@@ -114,18 +114,14 @@ def choice_letter(answer: str, num_choices: int, labels: Sequence[str], name: st
     raise RowError(f"field `{name}` must be {expected}, it is {answer.strip()!r}")
 
 
-def extract_letter(text: str, *, answer_in_thought: bool = False) -> str | None:
+def extract_letter(text: str) -> str | None:
     r"""The letter that a completion chose, or None.
 
     The first of these that the text has: the last line after `####`; the content of `<answer>...</answer>` at the end;
     the last `\boxed{...}`; the last "answer is B", "Answer: (B)", "I choose B", "option B is correct", "so B"; a line
     of its own at the end, or a completion that begins with the letter and has no other line (`B. because ...`).
-
-    Args:
-        text: A completion.
-        answer_in_thought: Look in thoughts, too.
     """
-    text = without_markup(text, answer_in_thought=answer_in_thought).strip()
+    text = without_markup(text).strip()
     marked = marked_answer(text)
     if marked is not None:
         text = marked
@@ -142,9 +138,9 @@ def extract_letter(text: str, *, answer_in_thought: bool = False) -> str | None:
     )
 
 
-def is_chosen(text: str, answer: str, *, answer_in_thought: bool = False) -> bool:
+def is_chosen(text: str, answer: str) -> bool:
     """Whether the letter that a completion chose is that of the reference."""
-    return extract_letter(text, answer_in_thought=answer_in_thought) == answer
+    return extract_letter(text) == answer
 
 
 is_chosen.extract = extract_letter  # type: ignore[attr-defined]

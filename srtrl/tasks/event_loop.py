@@ -20,6 +20,8 @@ from srtrl.resolve import Caught, describe_error, warn_once
 ADVICE = "what waits needs a limit of its own, and a coroutine must not block: `await`, or use asyncio.to_thread"
 BLOCKING_SECONDS = 1.0
 """A coroutine that blocks the event loop for longer is named."""
+Blocked = tuple[str, float]
+"""The name of an event loop's task that has blocked it, empty outside of tasks, and for how many seconds."""
 
 
 def start_thread(target: Callable[[], object]) -> None:
@@ -74,13 +76,19 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 @contextmanager
-def event_loop(owner: str) -> Iterator[asyncio.AbstractEventLoop]:
+def event_loop(
+    owner: str, max_seconds: float = math.inf
+) -> Iterator[tuple[asyncio.AbstractEventLoop, "Future[Blocked]"]]:
     """An event loop that runs in a thread of its own; what is left of its tasks at the end is cancelled.
 
-    What a task raises that nobody awaits is logged in one line, as is a coroutine that blocks the loop; `owner` says
-    whose coroutines these are.
+    What a task raises that nobody awaits is logged in one line, as is a coroutine that blocks the loop.
+
+    Args:
+        owner: Says whose coroutines these are.
+        max_seconds: After so long without an `await` of the task that runs, the future is done.
     """
     loop, is_over = asyncio.new_event_loop(), threading.Event()
+    blocked: Future[Blocked] = Future()
     loop.set_default_executor(DaemonThreads())
 
     def log(_: object, context: dict[str, Any]) -> None:
@@ -98,21 +106,33 @@ def event_loop(owner: str) -> Iterator[asyncio.AbstractEventLoop]:
                 if loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))[1]:
                     threading.Event().wait()  # a coroutine that swallows its end would hang whoever collects it
 
-    def watch() -> None:
-        while not is_over.wait(BLOCKING_SECONDS / 4):
-            is_free = threading.Event()
-            with Caught():  # it has been closed since
-                loop.call_soon_threadsafe(is_free.set)
-            task = None if is_free.wait(BLOCKING_SECONDS) else asyncio.current_task(loop)
-            for frame in task.get_stack(limit=1) if task else ():
-                name = f"`{frame.f_code.co_name}` ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-                warn_once(f"{owner}: {name} has blocked the event loop for {BLOCKING_SECONDS:g} s; {ADVICE}")
-
     loop.set_exception_handler(log)
     start_thread(run)
-    start_thread(watch)
+    start_thread(lambda: _watch(loop, is_over, blocked, owner, max_seconds))
     try:
-        yield loop
+        yield loop, blocked
     finally:
         is_over.set()
         loop.call_soon_threadsafe(loop.stop)
+
+
+def _watch(
+    loop: asyncio.AbstractEventLoop,
+    is_over: threading.Event,
+    blocked: "Future[Blocked]",
+    owner: str,
+    max_seconds: float,
+) -> None:
+    """Name the coroutines that block the loop, until it is over; the arguments are as in `event_loop`."""
+    while not is_over.wait(BLOCKING_SECONDS / 4):
+        is_free, last, seconds = threading.Event(), None, 0.0
+        with Caught():  # it has been closed since
+            loop.call_soon_threadsafe(is_free.set)
+        while not (is_free.wait(BLOCKING_SECONDS) or is_over.is_set()):
+            task = asyncio.current_task(loop)
+            last, seconds = task, BLOCKING_SECONDS + (seconds if task is last else 0.0)
+            for frame in task.get_stack(limit=1) if task else ():
+                name = f"`{frame.f_code.co_name}` ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+                warn_once(f"{owner}: {name} has blocked the event loop for {BLOCKING_SECONDS:g} s; {ADVICE}")
+            if seconds > max_seconds and not blocked.done():
+                blocked.set_result((task.get_name() if task else "", seconds))

@@ -7,6 +7,7 @@ equal.
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from srtrl.types import Prompt
 
@@ -57,16 +58,18 @@ def as_judged(prompt: Prompt, text: str) -> str:
     return f"{THOUGHT_BEGIN}\n{text}" if prompt.text.rstrip().endswith(THOUGHT_BEGIN) else text
 
 
-def without_markup(text: str, *, answer_in_thought: bool = False) -> str:
+def with_thoughts_read(function: Callable[..., Any], text: str, *others: Any) -> Any:
+    """The result of an extractor or a verifier for a completion whose thoughts are read as any other text."""
+    return function(text.replace(THOUGHT_BEGIN, "\n").replace(THOUGHT_END, "\n"), *others)
+
+
+def without_markup(text: str) -> str:
     """A completion without its thoughts, and without Markdown's emphasis and code marks.
 
     What follows the last `</think>` counts; nothing where a later `<think>` is not closed.
     """
-    if answer_in_thought:
-        text = text.replace(THOUGHT_BEGIN, "\n").replace(THOUGHT_END, "\n")
-    else:
-        text = text.rpartition(THOUGHT_END)[2]
-        text = "" if THOUGHT_BEGIN in text else text
+    text = text.rpartition(THOUGHT_END)[2]
+    text = "" if THOUGHT_BEGIN in text else text
     return EMPHASIS.sub(r"\2\3", with_ascii_digits(text).replace("`", ""))
 
 
@@ -75,7 +78,7 @@ def with_ascii_digits(text: str) -> str:
     return text if text.isascii() else OTHER_DIGIT.sub(lambda match: str(int(match[0])), text)
 
 
-def extract_answer(text: str, *, answer_in_thought: bool = False) -> str | None:
+def extract_answer(text: str) -> str | None:
     r"""The final answer, or None where there is none.
 
     The first of these that the text has: the marked answer (`marked_answer`); the content of the last
@@ -83,12 +86,8 @@ def extract_answer(text: str, *, answer_in_thought: bool = False) -> str | None:
     one, cut off); the statement after the
     last "answer is" or "answer:"; the last formula between dollar signs or `\[ \]`, `\( \)`, or the last number,
     whichever ends later. In a marked answer that has words, the same order holds.
-
-    Args:
-        text: A completion.
-        answer_in_thought: Look in thoughts, too.
     """
-    text = without_markup(text, answer_in_thought=answer_in_thought)
+    text = without_markup(text)
     marked = marked_answer(text)
     boxed = last_answer_box(text if marked is None else marked)
     if boxed is not None:

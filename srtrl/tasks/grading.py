@@ -11,12 +11,10 @@ import asyncio
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from math import fsum
 from operator import itemgetter, mul
@@ -25,8 +23,8 @@ from typing import Any, Self
 from srtrl import ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error, restore_process, warn_once
-from srtrl.tasks.base import TaskBase
-from srtrl.tasks.event_loop import ADVICE, event_loop
+from srtrl.tasks.base import TaskBase, Verifier
+from srtrl.tasks.event_loop import ADVICE, Blocked, event_loop
 from srtrl.tasks.final_answer import as_judged
 from srtrl.tasks.reward_input import RewardInput, characters
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
@@ -35,12 +33,10 @@ from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, GradingWorker, 
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
     VERIFIED_OUTCOMES,
-    FinishReason,
     Grade,
     GradeOutcome,
     Prompt,
     RolloutGroup,
-    SampledTurn,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,7 +45,7 @@ TextsOf = Callable[[RewardInput], Sequence[str]]
 MAX_AWAITED = 64
 """Maximum number of coroutine rewards at the same time."""
 GRACE_SECONDS = 5.0
-"""The event loop may be silent for this much longer than a coroutine reward may take."""
+"""A coroutine may block the event loop for this much longer than it may take."""
 LATE = "; what needs longer, as a judge that wakes, needs a larger grading.timeout_seconds (wall-clock time: 20 x that)"
 """End of a message after a time limit."""
 
@@ -64,127 +60,135 @@ class GradeTicket:
     """Verdict, isolated and awaited rewards; done at once if there is nothing to wait for."""
 
 
+class Judge:
+    """The verifier and the rewards of one task's samples, and where each of them runs.
+
+    Raises:
+        ValueError: as `resolve_rewards`, or a verifier that workers could not import.
+    """
+
+    def __init__(self, verifier: Verifier | None, rewards: Sequence[RewardSection]) -> None:
+        self.verifier = verifier
+        self.rewards = resolve_rewards(rewards)
+        self.awaited = [reward for reward in self.rewards if reward.awaited]
+        if is_isolated(verifier):
+            check_importable("the task's verifier", verifier)
+        self.isolated = IsolatedFunctions(
+            verifier=verifier if is_isolated(verifier) else None,
+            rewards=tuple((reward.name, reward.function) for reward in self.rewards if reward.isolated),
+        )
+
+    def grade(self, verdict: Graded | Failure) -> Grade:
+        """The grade of a sample whose verifier and rewards have all run, or one of them has failed."""
+        if isinstance(verdict, Failure):
+            parts = {reward.name: 0.0 for reward in self.rewards}
+            return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
+        values = [verdict.parts[reward.name] for reward in self.rewards]
+        parts = {it.name: fsum(v) if isinstance(v, list) else v for it, v in zip(self.rewards, values, strict=True)}
+        outcome: GradeOutcome = "correct" if verdict.correct else "wrong"
+        return Grade(
+            reward=sum(reward.weight * parts[reward.name] for reward in self.rewards),
+            parts=parts,
+            outcome=outcome if self.verifier is not None else "graded",
+            token_rewards=_on_tokens([reward.weight for reward in self.rewards], values),
+        )
+
+
 class Grader:
-    """Grades completions with a task's verifier and the recipe's rewards.
+    """Grades completions with the verifier and the rewards of the task, or of each sample's task of a mixture.
 
     Use it as a context manager: worker processes start for the first samples, and leaving it ends them, also in the
-    middle of a job. There are none if neither the verifier nor a reward is `isolated`. Coroutine rewards run in an
+    middle of a job. There are none if neither a verifier nor a reward is `isolated`. Coroutine rewards run in an
     event loop, `MAX_AWAITED` at a time.
 
     Args:
         task: Whose verifier decides what is correct; without one, nothing is correct or wrong.
         rewards: The recipe's rewards; the sample's reward is their weighted sum.
         grading: Number of workers and their CPU limit.
-        max_new_tokens: `RewardInput.max_new_tokens`.
 
     Raises:
-        ValueError: as `resolve_rewards`, or a verifier that workers could not import.
+        ValueError: as `Judge`.
     """
 
-    def __init__(
-        self, task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
-    ) -> None:
-        self._rewards = resolve_rewards(rewards)
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection) -> None:
+        self._task = task
+        self._judges = {
+            label: Judge(part.verifier, sections) for label, (part, sections) in task.judged_by(rewards).items()
+        }
         self._logged: set[str] = set()
         """Reasons of failures that have been logged."""
-        self._verifier = task.verifier
         self.outcomes = VERIFIED_OUTCOMES if task.verifier is not None else UNVERIFIED_OUTCOMES
         """The outcomes that a grading can have."""
-        self._verifier_isolated = is_isolated(task.verifier)
-        if self._verifier_isolated:
-            check_importable("the task's verifier", task.verifier)
-        self._isolated = IsolatedFunctions(
-            verifier=self._verifier if self._verifier_isolated else None,
-            rewards=tuple((reward.name, reward.function) for reward in self._rewards if reward.isolated),
-        )
-        self.computes_here = bool(self._isolated.modules)
+        self._isolated = {label: judge.isolated for label, judge in self._judges.items() if judge.isolated.modules}
+        self.computes_here = bool(self._isolated)
         """Whether processors of this machine work on grades while the decoder does; coroutines only wait."""
         self._grading = grading
         self._seconds = WALL_SECONDS_PER_CPU_SECOND * grading.timeout_seconds
         """Wall-clock limit of a coroutine; after this time other functions that run here are named in a warning."""
-        is_ours = str(getattr(self._verifier, "__module__", "")).startswith("srtrl.")  # these end for any text
-        self._watch_verifier = nullcontext if is_ours else partial(self._warning_if_late, "the task's verifier")
         self._pool: WorkerPool | None = None
         self._num_threads: int | None = None
-        self._awaited = [reward for reward in self._rewards if reward.awaited]
-        self._names = [f"reward `{reward.name}`" for reward in self._awaited]
+        awaited = chain.from_iterable(judge.awaited for judge in self._judges.values())
+        self._names = list(dict.fromkeys(f"reward `{reward.name}`" for reward in awaited))
+        """Of the coroutine rewards."""
+        self._blocked: list[Future[Blocked]] = []
+        """Done when a coroutine reward has blocked the event loop for too long; empty without such rewards."""
         self._stack = ExitStack()
+
+    def _judge_of(self, prompt: Prompt) -> Judge:
+        return self._judges[self._task.label_of(prompt)]
 
     def by_task(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
         """Groups by the label of their task, of a mixture; else nothing."""
-        return {}
+        labels = dict.fromkeys(filter(None, (self._task.label_of(group.prompt) for group in groups)))
+        return {label: [it for it in groups if self._task.label_of(it.prompt) == label] for label in labels}
 
     def __enter__(self) -> Self:
         self._num_threads = restore_process("this program")
-        if self._isolated.modules:
+        if self._isolated:
             limits = self._grading
             workers = [GradingWorker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
             self._pool = WorkerPool(workers, "srtrl-grading")
             self._stack.callback(self._pool.close)
-        if self._awaited:
-            self._loop = self._stack.enter_context(event_loop(", ".join(self._names)))
+        if self._names:
+            limit = self._seconds + GRACE_SECONDS
+            self._loop, blocked = self._stack.enter_context(event_loop(", ".join(self._names), limit))
+            self._blocked = [blocked]
             self._limit = asyncio.Semaphore(MAX_AWAITED)
-            self._running: object = None
-            self._sign_of_life: Future[Any] = _done(Graded(correct=None))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        text: str,
-        finish_reason: FinishReason,
-        num_tokens: int,
-        *,
-        token_ids: Sequence[int] = (),
-        turns: Sequence[SampledTurn] = (),
-        texts_of: TextsOf = characters,
-    ) -> GradeTicket:
-        """Start grading one completion; isolated functions run while the caller continues.
-
-        Args:
-            prompt: The problem.
-            text: The completion without special tokens.
-            finish_reason: Why it ended.
-            num_tokens: Its length, the end token included.
-            token_ids: The sampled tokens.
-            turns: The policy's turns; none: all is one turn.
-            texts_of: Makes the texts of its tokens; called from any thread.
-        """
-        sample = RewardInput(
-            prompt=prompt,
-            text=text,
-            correct=None,
-            finish_reason=finish_reason,
-            num_tokens=num_tokens,
-            max_new_tokens=self._max_new_tokens,
-            token_ids=tuple(token_ids),
-            turns=tuple(turns),
-            texts_of=texts_of,
-        )
-        if self._verifier is not None and not self._verifier_isolated:
-            with self._watch_verifier(), Caught() as caught:
-                sample = replace(sample, correct=bool(self._verifier(as_judged(prompt, text), prompt.answer)))
+    def submit(self, sample: RewardInput) -> GradeTicket:
+        """Start grading one completion, whose `correct` is None; isolated functions run while the caller continues."""
+        prompt, label = sample.prompt, self._task.label_of(sample.prompt)
+        judge = self._judges[label]
+        if judge.verifier is not None and judge.isolated.verifier is None:
+            is_ours = str(getattr(judge.verifier, "__module__", "")).startswith("srtrl.")  # these end for any text
+            with nullcontext() if is_ours else self._warning_if_late("the task's verifier"), Caught() as caught:
+                sample = replace(sample, correct=bool(judge.verifier(as_judged(prompt, sample.text), prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=_done(failure))
-        assert self._pool or not self._isolated.modules, "the grader is used outside of its context"
-        verdict = self._pool.submit(sample) if self._pool else _done(Graded(correct=sample.correct))
-        if self._awaited:
-            verdict = asyncio.run_coroutine_threadsafe(self._await_rewards(sample, verdict), self._loop)
+        verdict = _done(Graded(correct=sample.correct))
+        if label in self._isolated:
+            assert self._pool, "the grader is used outside of its context"
+            verdict = self._pool.submit((label, sample))
+        if judge.awaited:
+            awaiting = self._await_rewards(judge.awaited, sample, verdict)
+            verdict = asyncio.run_coroutine_threadsafe(awaiting, self._loop)
         return GradeTicket(sample=sample, verdict=verdict)
 
-    async def _await_rewards(self, sample: RewardInput, verdict: "Future[Graded | Failure]") -> Graded | Failure:
+    async def _await_rewards(
+        self, rewards: Sequence[Reward], sample: RewardInput, verdict: "Future[Graded | Failure]"
+    ) -> Graded | Failure:
         """The verdict with the coroutine rewards."""
         graded = await asyncio.wrap_future(verdict)
         if isinstance(graded, Failure):
             return graded
         sample, parts = replace(sample, correct=graded.correct), dict(graded.parts)
         async with self._limit:
-            for reward in self._awaited:
+            for reward in rewards:
                 with Caught() as caught:
                     task = self._loop.create_task(reward.function(sample), name=f"reward `{reward.name}`")
                     await asyncio.wait([task], timeout=self._seconds)
@@ -197,22 +201,6 @@ class Grader:
                     detail = f"reward `{reward.name}`: {describe_error(caught.error)}"
                     return Failure(outcome="error", detail=detail)
         return replace(graded, parts=parts)
-
-    def _check_loop(self) -> None:
-        """Stop if a coroutine blocks the event loop: no limit inside it would ever be kept.
-
-        Raises:
-            ValueError: one has run for the time that it may take, and some seconds, without an `await`.
-        """
-        task, now = asyncio.current_task(self._loop), time.monotonic()
-        if self._sign_of_life.done() or task is not self._running:
-            self._running, self._since = task, now
-        if self._sign_of_life.done():
-            self._sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        elif now > self._since + self._seconds + GRACE_SECONDS:
-            name = task.get_name() if task and task.get_name() in self._names else " or ".join(self._names)
-            problem = f"has blocked the event loop for {now - self._since:.0f} seconds; {ADVICE}, or mark a plain"
-            raise ValueError(f"rewards: {name} {problem} function @isolated (docs/extending.md#a-reward)")
 
     @contextmanager
     def _warning_if_late(self, what: str) -> Iterator[None]:
@@ -239,12 +227,18 @@ class Grader:
             ValueError: a coroutine reward blocks the event loop.
         """
         pending = [future for future in (*(ticket.verdict for ticket in tickets), *others) if not future.done()]
-        is_waiting = bool(pending)
-        while is_waiting:
-            if self._awaited:
-                self._check_loop()
-            is_done = wait(pending, 1.0 if timeout is None else timeout, return_when=FIRST_COMPLETED).done
-            is_waiting = not is_done and timeout is None
+        if pending:
+            wait([*pending, *self._blocked], timeout, return_when=FIRST_COMPLETED)
+            for blocked in self._blocked:
+                self._check_loop(blocked)
+
+    def _check_loop(self, blocked: "Future[Blocked]") -> None:
+        """Stop if a coroutine blocks the event loop: no limit inside it would ever be kept; ValueError."""
+        if blocked.done():
+            task_name, seconds = blocked.result()
+            name = task_name if task_name in self._names else " or ".join(self._names)
+            problem = f"has blocked the event loop for {seconds:.0f} seconds; {ADVICE}, or mark a plain"
+            raise ValueError(f"rewards: {name} {problem} function @isolated (docs/extending.md#a-reward)")
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
@@ -271,12 +265,15 @@ class Grader:
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
         ]
-        for reward in self._rewards:
-            if not (reward.isolated or reward.awaited):
-                with self._warning_if_late(f"reward `{reward.name}`"):
-                    _apply(reward, samples, verdicts)
-                restore_process(f"reward `{reward.name}`", self._num_threads)
-        return [self._grade(verdict) for verdict in verdicts]
+        judges = [self._judge_of(sample.prompt) for sample in samples]
+        for judge in self._judges.values():
+            own = [index for index, its_judge in enumerate(judges) if its_judge is judge]
+            for reward in judge.rewards if own else ():
+                if not (reward.isolated or reward.awaited):
+                    with self._warning_if_late(f"reward `{reward.name}`"):
+                        _apply(reward, samples, verdicts, own)
+                    restore_process(f"reward `{reward.name}`", self._num_threads)
+        return [judge.grade(verdict) for judge, verdict in zip(judges, verdicts, strict=True)]
 
     def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
         self.wait_any([ticket])
@@ -290,7 +287,7 @@ class Grader:
         If a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the
         reward sees what it would see with one rank, and is called once. `texts_of` makes texts of all ranks' tokens.
         """
-        if not any(reward.batched for reward in self._rewards):
+        if not any(reward.batched for judge in self._judges.values() for reward in judge.rewards):
             with ranks.synchronized("grading"):
                 return self.collect(tickets)
         own = [
@@ -304,35 +301,34 @@ class Grader:
         grade_of = {key: grade for (key, *_), grade in zip(rows, grades, strict=True)}
         return [grade_of[key] for key in keys]
 
-    def try_rewards(self, prompt: Prompt, num_samples: int = 1) -> None:
-        """Grade the reference answer of a prompt, as a group of samples, before anything is decoded.
+    def try_rewards(self, prompts: Sequence[Prompt], num_samples: int, max_new_tokens: int) -> None:
+        """Grade the reference answer of each task's first prompt, as a group of samples, before anything is decoded.
+
+        Args:
+            prompts: The task's.
+            num_samples: Of a group.
+            max_new_tokens: The recipe's.
 
         Raises:
             ValueError: the verifier or a reward raises on it, or gives no answer in time.
         """
-        text = prompt.answer or "an answer"
-        tokens = [ord(character) for character in text]  # the grader has no tokenizer
-        tickets = [self.submit(prompt, text, "stop", len(text), token_ids=tokens) for _ in range(num_samples)]
-        grade, *_ = self._grades(tickets)
-        if grade.outcome in ("error", "timeout"):
-            raise ValueError(
-                f"rewards: tried on prompt {prompt.prompt_id} with the response {text[:80]!r}, before the run began: "
-                f"{grade.detail}{LATE if grade.outcome == 'timeout' else ''}"
+        for prompt in {self._task.label_of(prompt): prompt for prompt in reversed(prompts)}.values():
+            text = prompt.answer or "an answer"
+            tokens = tuple(ord(character) for character in text)  # the grader has no tokenizer
+            sample = RewardInput(
+                prompt=prompt,
+                text=text,
+                finish_reason="stop",
+                num_tokens=len(text),
+                max_new_tokens=max_new_tokens,
+                token_ids=tokens,
             )
-
-    def _grade(self, verdict: Graded | Failure) -> Grade:
-        if isinstance(verdict, Failure):
-            parts = {reward.name: 0.0 for reward in self._rewards}
-            return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
-        values = [verdict.parts[reward.name] for reward in self._rewards]
-        parts = {it.name: fsum(v) if isinstance(v, list) else v for it, v in zip(self._rewards, values, strict=True)}
-        outcome: GradeOutcome = "correct" if verdict.correct else "wrong"
-        return Grade(
-            reward=sum(reward.weight * parts[reward.name] for reward in self._rewards),
-            parts=parts,
-            outcome=outcome if self._verifier is not None else "graded",
-            token_rewards=_on_tokens([reward.weight for reward in self._rewards], values),
-        )
+            grade, *_ = self._grades([self.submit(sample) for _ in range(num_samples)])
+            if grade.outcome in ("error", "timeout"):
+                raise ValueError(
+                    f"rewards: tried on prompt {prompt.prompt_id} with the response {text[:80]!r}, before the run "
+                    f"began: {grade.detail}{LATE if grade.outcome == 'timeout' else ''}"
+                )
 
 
 def _on_tokens(weights: Sequence[float], values: Sequence[RewardValue]) -> tuple[float, ...] | None:
@@ -342,14 +338,6 @@ def _on_tokens(weights: Sequence[float], values: Sequence[RewardValue]) -> tuple
         return None
     rows = [value if isinstance(value, list) else [0.0] * (num_tokens - 1) + [value] for value in values]
     return tuple(sum(map(mul, weights, column)) for column in zip(*rows, strict=True))
-
-
-def make_grader(
-    task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
-) -> Grader:
-    """The grader of a task; see `Grader`."""
-    grader_class: type[Grader] = task.grader_class or Grader
-    return grader_class(task, rewards, grading, max_new_tokens)
 
 
 def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:
@@ -380,19 +368,21 @@ def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
     return future
 
 
-def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
-    """Add one in-process reward to the verdicts; if it raises, the samples concerned become failures."""
-    graded = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Graded)]
-    for indices in [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]:
+def _apply(
+    reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure], own: Sequence[int]
+) -> None:
+    """Add one in-process reward to the `own` ones of the verdicts; if it raises, these samples become failures."""
+    graded = [index for index in own if isinstance(verdicts[index], Graded)]
+    for indices in [own] if reward.batched else [[index] for index in graded]:
         with Caught() as caught:
             values = _values(reward, [samples[index] for index in indices])
-        for index in indices:
+        for place, index in enumerate(indices):
             verdict = verdicts[index]
             if caught.error is not None and isinstance(verdict, Graded):
                 detail = f"reward `{reward.name}`: {describe_error(caught.error)}"
                 verdicts[index] = Failure(outcome="error", detail=detail)
             elif isinstance(verdict, Graded):
-                verdicts[index] = replace(verdict, parts=verdict.parts | {reward.name: values[index - indices.start]})
+                verdicts[index] = replace(verdict, parts=verdict.parts | {reward.name: values[place]})
 
 
 def _values(reward: Reward, samples: Sequence[RewardInput]) -> list[RewardValue]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import model_validator
 
 from srtrl.tasks.choices import choice_letter, is_chosen, read_choices, render_choices
-from srtrl.tasks.final_answer import BRACE, last_boxed
+from srtrl.tasks.final_answer import BRACE, last_boxed, with_thoughts_read
 from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.row_task import RowOptions, RowTask, text_of
 from srtrl.tasks.rows import RowError, get_field
@@ -137,10 +137,10 @@ class Task(RowTask[MathOptions]):
 
 
 def with_thoughts(verifier: Any) -> Any:
-    """The same verifier, and its `extract`, with `answer_in_thought`."""
-    judge: Any = partial(verifier, answer_in_thought=True)
+    """The same verifier, and its `extract`, for completions whose answer may be inside a thought."""
+    judge: Any = partial(with_thoughts_read, verifier)
     judge.isolated = getattr(verifier, "isolated", False)
-    judge.extract = partial(verifier.extract, answer_in_thought=True)
+    judge.extract = partial(with_thoughts_read, verifier.extract)
     return judge
 
 

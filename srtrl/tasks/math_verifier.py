@@ -26,7 +26,7 @@ MAX_DEPTH = 30
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for each process, that its timeouts are off
 
 
-def is_correct(text: str, answer: str, *, answer_in_thought: bool = False) -> bool:
+def is_correct(text: str, answer: str) -> bool:
     r"""Whether the final answer of a completion (`extract_answer`) equals the reference answer.
 
     Only what `extract_answer` returns is compared. Equality is math-verify's, symbolic and numeric to six decimals,
@@ -43,12 +43,11 @@ def is_correct(text: str, answer: str, *, answer_in_thought: bool = False) -> bo
     Args:
         text: A completion.
         answer: The reference answer, with or without the `$` of a worked solution.
-        answer_in_thought: As of `extract_answer`.
 
     Raises:
         ValueError: the reference answer cannot be parsed.
     """
-    found = extract_answer(text, answer_in_thought=answer_in_thought) or ""
+    found = extract_answer(text) or ""
     answer = with_ascii_digits(answer)
     is_absurd = len(found) > max(MAX_CHARACTERS, 2 * len(answer)) or _depth(found) > MAX_DEPTH
     if is_absurd and _depth(answer) <= MAX_DEPTH:

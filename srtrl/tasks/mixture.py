@@ -6,23 +6,22 @@ ids begin with the task's label. Draws are shared by weight in fixed proportions
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, chain, zip_longest
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
 from srtrl.recipe.file import RecipeError
-from srtrl.recipe.schema import GradingSection, MixedTaskSection, RewardSection, Section
+from srtrl.recipe.schema import MixedTaskSection, RewardSection, Section
 from srtrl.tasks.base import TaskBase, load_section, needs_network, resolve_task
-from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.order import DataOrder, Order
 from srtrl.tasks.reward_terms import resolve_rewards
-from srtrl.types import Grade, Prompt, RolloutGroup
+from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,65 +86,6 @@ class MixedOrder(Order):
         return {"data/epoch": num_draws / self.num_prompts, **own}
 
 
-class MixedGrader(Grader):
-    """A grader for each task of a mixture; see `Grader`.
-
-    Args:
-        task: The mixture.
-        rewards: Of the tasks that name none.
-        grading: Number of workers of each grader, and their CPU limit.
-        max_new_tokens: `RewardInput.max_new_tokens`.
-    """
-
-    def __init__(
-        self, task: TaskBase, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
-    ) -> None:
-        assert isinstance(task, Task)
-        super().__init__(task, (), grading, max_new_tokens)
-        self._mixture = task
-        self._graders = {
-            label: Grader(part, section.rewards or rewards, grading, max_new_tokens)
-            for label, part, section in zip(task.labels, task.parts, task.sections, strict=True)
-        }
-        graders = self._graders.values()
-        self._rewards = [reward for grader in graders for reward in grader._rewards]
-        self._awaited = [reward for reward in self._rewards if reward.awaited]
-        self.computes_here = any(grader.computes_here for grader in graders)
-
-    def __enter__(self) -> Self:
-        for grader in self._graders.values():
-            self._stack.enter_context(grader)
-        return self
-
-    def submit(self, prompt: Prompt, *args: Any, **options: Any) -> GradeTicket:
-        """As `Grader.submit`, by the prompt's own task."""
-        return self._graders[label_of(prompt)].submit(prompt, *args, **options)
-
-    def _check_loop(self) -> None:
-        for grader in self._graders.values():
-            if grader._awaited:
-                grader._check_loop()
-
-    def _grades(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
-        labels = [label_of(ticket.sample.prompt) for ticket in tickets]
-        grades = {
-            label: iter(grader._grades([it for it, own in zip(tickets, labels, strict=True) if own == label]))
-            for label, grader in self._graders.items()
-            if label in labels
-        }
-        return [next(grades[label]) for label in labels]
-
-    def try_rewards(self, prompt: Prompt, num_samples: int = 1) -> None:
-        """As `Grader.try_rewards`, with the first prompt of each task."""
-        for part, grader in zip(self._mixture.first_prompts, self._graders.values(), strict=True):
-            grader.try_rewards(part, num_samples)
-
-    def by_task(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-        """The groups of each task that has some."""
-        labels = dict.fromkeys(label_of(group.prompt) for group in groups)
-        return {label: [group for group in groups if label_of(group.prompt) == label] for label in labels}
-
-
 def _judged_by_its_task(text: str, answer: str, /) -> bool:
     raise AssertionError("a sample of a mixture is judged by its own task")
 
@@ -154,9 +94,8 @@ class Task(TaskBase):
     """The tasks of `options.tasks` as one."""
 
     Options = MixtureOptions
-    grader_class = MixedGrader
     verifier = staticmethod(_judged_by_its_task)
-    """Never called: `MixedGrader` calls the verifier of each sample's task."""
+    """Never called: each sample is judged by the verifier of its task (`judged_by`)."""
 
     def __init__(
         self, options: MixtureOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
@@ -173,13 +112,21 @@ class Task(TaskBase):
                     raise ValueError("task.options: no training prompts; each of several tasks needs some")
                 self.parts.append(part)
         prompts = [_labelled(label, part.train_prompts) for label, part in zip(self.labels, self.parts, strict=True)]
-        self.first_prompts = [some[0] for some in prompts]
         self.train_prompts = list(chain(*prompts))
         held_out = [_labelled(label, part.eval_prompts) for label, part in zip(self.labels, self.parts, strict=True)]
         # In turns, so that the first `eval.num_problems` are of all tasks.
         self.eval_prompts = [prompt for some in zip_longest(*held_out) for prompt in some if prompt is not None]
         names = dict.fromkeys(chain(*(part.load_report for part in self.parts)))
         self.load_report = {name: sum(part.load_report.get(name, 0) for part in self.parts) for name in names}
+
+    def label_of(self, prompt: Prompt) -> str:
+        """The label of a prompt's task."""
+        return prompt.prompt_id.partition("/")[0]
+
+    def judged_by(self, rewards: Sequence[RewardSection]) -> Mapping[str, tuple[TaskBase, Sequence[RewardSection]]]:
+        """Each task, with its own rewards or the recipe's."""
+        tasks = zip(self.labels, self.parts, self.sections, strict=True)
+        return {label: (part, section.rewards or rewards) for label, part, section in tasks}
 
     def order(self, seed: int, *, is_shuffled: bool = True) -> MixedOrder:
         """Draws in the proportions of the tasks' weights."""
@@ -205,11 +152,6 @@ class Task(TaskBase):
     def typed_prompt(cls, options: MixtureOptions, text: Any) -> Any:
         """Refused: there is no telling whose prompt it is."""
         raise ValueError("a mixture of tasks does not say whose prompt it is: give --raw")
-
-
-def label_of(prompt: Prompt) -> str:
-    """The label of a prompt's task."""
-    return prompt.prompt_id.partition("/")[0]
 
 
 @contextmanager

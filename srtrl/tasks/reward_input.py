@@ -22,7 +22,7 @@ class RewardInput:
     prompt: Prompt
     text: str
     """The completion without special tokens; of several turns the texts of the policy, joined by line breaks."""
-    correct: bool | None
+    correct: bool | None = None
     """The verdict of the task's verifier; None where the task has none, and where it failed (the sample is then left
     out in any case)."""
     finish_reason: FinishReason

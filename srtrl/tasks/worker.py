@@ -110,8 +110,9 @@ def check_rewards(name: str, value: Any, sample: RewardInput) -> RewardValue:
 def serve() -> None:
     """Body of a worker process: grade what comes through the socket that is its stdin, until the other end is closed.
 
-    First come, as a pickle, the `IsolatedFunctions` and the limit of CPU seconds. Then a request is a pickle of
-    (number, sample), and a reply a line of JSON with that number: data, because the functions may run anything here.
+    First come, as a pickle, the `IsolatedFunctions` by label and the limit of CPU seconds. Then a request is a pickle
+    of (number, label, sample), and a reply a line of JSON with that number: data, because the functions may run
+    anything here.
     `READY` stands before each request, `TOKEN_TEXTS` at most once before a reply.
 
     The process leads a session of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
@@ -127,10 +128,10 @@ def serve() -> None:
     with suppress(EOFError, OSError):  # the trainer closes its end, or is gone
         while True:
             _send(connection, READY)
-            number, sample = pickle.load(requests)
+            number, label, sample = pickle.load(requests)
             sample = replace(sample, texts_of=_texts_on_demand(connection, requests))
             signal.setitimer(signal.ITIMER_PROF, max(cpu_seconds, TIMER_RESOLUTION))
-            reply = _grade(functions, sample)
+            reply = _grade(functions[label], sample)
             if os.getpid() != own_pid:  # a reward forked, and its child came back too: only one may answer
                 os._exit(0)
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -153,45 +153,46 @@ class Worker:
 class GradingWorker(Worker):
     """A worker that grades; its process is started for the first sample and after its end."""
 
-    def __init__(self, functions: IsolatedFunctions, cpu_seconds: float) -> None:
+    def __init__(self, functions: Mapping[str, IsolatedFunctions], cpu_seconds: float) -> None:
         super().__init__(MAX_REPLY_BYTES)
         self._functions = functions
         self._cpu_seconds = cpu_seconds
 
-    def run(self, sample: RewardInput) -> Graded | Failure:
-        """Grade one sample; if that ends the process, once more in one that has graded nothing else.
+    def run(self, job: tuple[str, RewardInput]) -> Graded | Failure:
+        """Grade a sample by the functions of its label; if the process ends, once more in one that has graded nothing.
 
         Raises:
             RuntimeError: a process ends before its first sample or does not start in time, or the worker is closed.
         """
-        reply = self._attempt(sample)
+        reply = self._attempt(*job)
         if self._process is None:
-            reply = self._attempt(sample)
+            reply = self._attempt(*job)
             if isinstance(reply, Failure):
                 reply = replace(reply, detail=f"{reply.detail}, also when retried alone")
         return reply
 
     def _start(self) -> None:
         """Start a process and wait until it has imported the functions."""
+        modules = sorted({name for functions in self._functions.values() for name in functions.modules})
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, until it is ignored there
         try:
             self.launch(
                 [sys.executable, "-c", PROGRAM.format(path=sys.path)],
                 pickle.dumps((self._functions, self._cpu_seconds)),
-                f"a grading worker that imports {', '.join(self._functions.modules)}",
+                f"a grading worker that imports {', '.join(modules)}",
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _attempt(self, sample: RewardInput) -> Graded | Failure:
+    def _attempt(self, label: str, sample: RewardInput) -> Graded | Failure:
         if self._process is None:
             self._start()
         number, seconds = secrets.randbits(63), WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
         try:
-            reply = self.exchange(pickle.dumps((number, replace(sample, texts_of=characters))), seconds)
+            reply = self.exchange(pickle.dumps((number, label, replace(sample, texts_of=characters))), seconds)
             if reply == TOKEN_TEXTS:
                 reply = self.exchange(pickle.dumps(sample.token_texts), seconds)
-            verdict = self._read(reply, number, sample)
+            verdict = self._read(reply, number, self._functions[label], sample)
             if self.receive(seconds) != READY:
                 raise ValueError("it sent more than that")
         except TimeoutError:
@@ -209,17 +210,18 @@ class GradingWorker(Worker):
             return Failure(outcome="crash", detail=f"the worker process ended with exit code {exit_code}")
         return verdict
 
-    def _read(self, reply: Any, number: int, sample: RewardInput) -> Graded | Failure:
+    @staticmethod
+    def _read(reply: Any, number: int, functions: IsolatedFunctions, sample: RewardInput) -> Graded | Failure:
         """The verdict in a reply; ValueError if it is none, or one of another request."""
         match reply:
             case {"number": int(found), "outcome": "error", "detail": str(detail)} if found == number:
                 return Failure(outcome="error", detail=detail)
             case {"number": int(found), "correct": bool() | None as correct, "parts": dict(parts)} if found == number:
-                if self._functions.verifier is None:
+                if functions.verifier is None:
                     correct = sample.correct
                 return Graded(
                     correct=correct,
-                    parts={name: check_rewards(name, parts.get(name), sample) for name, _ in self._functions.rewards},
+                    parts={name: check_rewards(name, parts.get(name), sample) for name, _ in functions.rewards},
                 )
         raise ValueError("it sent something else, or the reply to another request")
 

@@ -12,7 +12,7 @@ from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import FixedDraws, OnProgress, collect_rollouts
 from srtrl.run.step_metrics import turn_metrics
-from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
+from srtrl.statistics import Estimate, estimate, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import NO_HELD_OUT, TaskBase
 from srtrl.trainer.sampling import RolloutContext, train_sampling
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, Purpose, RolloutGroup, SamplingParams
@@ -90,13 +90,10 @@ def eval_metrics(
     lengths = [len(rollout.response.token_ids) for rollout in rollouts]
     metrics: dict[str, float] = {}
     if "correct" in grade_outcomes:
-        num_correct = [count_correct(group) for group in groups]
-        shares = [count / num_samples for count in num_correct]
-        metrics["eval/accuracy"] = fmean(shares)
-        metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = confidence_interval(shares)
-        metrics["eval/solved_any"] = fmean(share > 0 for share in shares)
-        for k in pass_at_ks(num_samples):
-            metrics[f"eval/pass_at_{k}"] = fmean(pass_at_k(num_samples, count, k) for count in num_correct)
+        shares = correct_shares(groups)
+        metrics |= {f"eval/{name}": share.value for name, share in shares.items()}
+        metrics |= {f"eval/accuracy_{end}": getattr(shares["accuracy"], end) for end in ("low", "high")}
+        metrics["eval/solved_any"] = fmean(count_correct(group) > 0 for group in groups)
     of_samples = [*chain.from_iterable(graded)] or [0.0]
     low, high = mean_interval(rewards)
     metrics["eval/reward"] = fmean(of_samples)
@@ -114,6 +111,15 @@ def eval_metrics(
     turns = turn_metrics(rollouts)
     metrics |= {f"eval/{name}": turns[name] for name in TURN_METRICS if name in turns}
     return metrics | {f"eval/grading/{outcome}": counts[outcome] for outcome in grade_outcomes}
+
+
+def correct_shares(groups: Sequence[RolloutGroup]) -> dict[str, Estimate]:
+    """`accuracy` and `pass_at_2`, `pass_at_4`, ... of graded groups of the same size, with 95% intervals."""
+    num_samples, num_correct = len(groups[0].rollouts), [count_correct(group) for group in groups]
+    shares = {"accuracy": estimate([count / num_samples for count in num_correct])}
+    for k in pass_at_ks(num_samples):
+        shares[f"pass_at_{k}"] = estimate([pass_at_k(num_samples, count, k) for count in num_correct])
+    return shares
 
 
 def count_correct(group: RolloutGroup) -> int:

@@ -148,10 +148,10 @@ class Trainer:
             with ranks.synchronized("starting the graders"):
                 stack.enter_context(self.context.grader)
                 stack.enter_context(self.context.turns)
-                prompt = self.parts.task.train_prompts[0]
-                self.context.started(prompt)
-                self.context.turns.try_environment(prompt)
-                self.context.grader.try_rewards(prompt, self.recipe.rollout.num_samples)
+                prompts, rollout = self.parts.task.train_prompts, self.recipe.rollout
+                self.context.started(prompts[0])
+                self.context.turns.try_environment(prompts[0])
+                self.context.grader.try_rewards(prompts, rollout.num_samples, rollout.max_new_tokens)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
             with ranks.synchronized("opening the run's folder"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch import Tensor
 from srtrl import build, build_models, ranks
 from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
-from srtrl.files import new_folder, temporary_beside, write_atomic
+from srtrl.files import is_free, new_folder, temporary_beside, write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.folders import load_tokenizer
 from srtrl.model.hf_config import config_from_hf
@@ -129,7 +128,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
 
     def save() -> None:
         output = Path(section.output)
-        if not _is_free(output):  # or has come into it while the policy learned
+        if not is_free(output):  # or has come into it while the policy learned
             progress.say(f"the folder that was {output} is now {move_aside(output)}")
         ids = sorted({int(tokenizer.eos_token_id), *end_ids})
         with new_folder(output) as temporary:
@@ -153,7 +152,7 @@ def _learn(recipe: Recipe, section: WarmStartSection) -> tuple[list[float], dict
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
     """Refuse a folder that could not be written after all optimizer steps."""
-    if not _is_free(output) and not overwrite:
+    if not is_free(output) and not overwrite:
         raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
     temporary = temporary_beside(output)
     try:
@@ -161,11 +160,6 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         temporary.rmdir()
     except OSError as error:
         raise ValueError(f"warm_start.output: {output} cannot be written ({error.strerror})") from error
-
-
-def _is_free(output: Path) -> bool:
-    """Whether a new folder can take this name: there is nothing, or an empty folder."""
-    return not os.path.lexists(output) or (output.is_dir() and not output.is_symlink() and not any(output.iterdir()))
 
 
 def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
