@@ -27,7 +27,8 @@ PYTEST = (
 
 def failing_test(folder: Path, *tests: str) -> str:
     """The first of the tests that fails with the package in `folder`; "" where all pass."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(folder / "kernels")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no runs of others
+    environment = own | {"PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(folder / "kernels")}
     command = [sys.executable, "-c", PYTEST, *(str(TESTS / test) for test in tests)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     failed = re.search(r"^FAILED \S*?(test_\w+\.py\S*)", done.stdout, re.M)

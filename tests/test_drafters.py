@@ -1,18 +1,22 @@
 """Requirements of every drafter, then each of them on texts made by hand."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bench_cases import recorded
 from drafter_cases import OTHER, TEXT, chain_of, completion, make_drafter, observe, propose, request, run, start
 from engine_cases import make_response
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_kernels import uniform_noise
 
 from srtrl.bench.recorded import feed_drafter
 from srtrl.drafters.base import DrafterBase, key_of
@@ -371,3 +375,41 @@ def test_suffix_is_the_published_rule(responses: list[list[int]], text: list[int
     sums = [best_sum(responses, text[1:][-size:]) for size in range(1, len(text))]
     sums += [best_sum([text], text[-size:]) for size in range(1, len(text) + 1)]
     assert float(tree.scores.sum()) == pytest.approx(max(sums), abs=1e-5)
+
+
+def fork_of_the_docs(chances: dict[str, float] | None = None, *, knows_noise: bool) -> dict[str, float]:
+    """The scores of the next tokens; `chances`: the policy's distribution there, in the rollouts."""
+    drafter = SrtDrafter(SrtOptions(other_prompts=False))
+    drafter.knows_noise = knows_noise
+    start(drafter, {0: request(rng_key=8)})
+    for text in ["6*7=42."] * 3 + ["6*7=48."] * 2 + ["9+31=40."] * 2 + ["8+33=41."]:
+        tokens = list(text.encode())
+        ids, logprobs = np.tile(tokens, (4, 1)).T.astype(np.int32), np.full((len(text), 4), -np.inf, np.float32)
+        logprobs[:, 0] = 0
+        if chances and text.startswith("6*7=4"):
+            ids[5], logprobs[5] = list("".join(chances).encode()), np.log(list(chances.values()))
+        start(drafter, {1: request()})
+        observe(drafter, {1: tokens}, TopTokens(token_ids=ids, logprobs=logprobs) if chances else None)
+        drafter.finish([1], [completion(request(), tokens)])
+    observe(drafter, {0: list(b"6*7=4")})
+    (tree,) = propose(drafter, [0], 6)
+    nodes = zip(tree.parents.tolist(), tree.token_ids.tolist(), tree.scores.tolist(), strict=True)
+    return {chr(token): score for parent, token, score in nodes if parent == -1}
+
+
+def test_the_fork_of_the_docs_has_these_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of docs/speculation.md, "Three questions, one fork", and the picture."""
+    page = (DOCS / "speculation.md").read_text(encoding="utf-8")
+    [row] = re.findall(r"^\| score \|(?: \|)* (.*) \|$", page, re.MULTILINE)
+    by_counts = fork_of_the_docs(knows_noise=False)
+    assert by_counts == pytest.approx(dict(zip("2801", map(float, row.split(" | ")), strict=True)))
+    monkeypatch.syspath_prepend(DOCS)
+    drawings = import_module("drawings")
+    tokens, noise, chances = drawings.FORK_TOKENS, drawings.FORK_KNOWN["noise"], drawings.FORK_KNOWN["p"]
+    uniform = uniform_noise(torch.tensor([8]), torch.tensor([5]), 128)[0, [ord(token) for token in tokens]]
+    assert (-(-uniform.log()).log()).tolist() == pytest.approx(noise, abs=0.005)
+    assert np.argmax(np.log(chances) + noise) == 0, "the first one is drawn as sampled"
+    by_noise = fork_of_the_docs(knows_noise=True)
+    by_all = fork_of_the_docs(dict(zip(tokens, chances, strict=True)), knows_noise=True)
+    for drawn, scores in zip(drawings.FORK_SCORES.values(), (by_counts, by_noise, by_all), strict=True):
+        assert [scores[token] for token in tokens] == pytest.approx(drawn, abs=0.0006)
