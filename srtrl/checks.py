@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.recipe.schema import STATIC_ORDERS, AlgorithmSection, EnvironmentSection, Recipe
+from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe, validate_section
+from srtrl.recipe.schema import STATIC_ORDERS, AlgorithmSection, EnvironmentSection, Recipe, TaskSection
 from srtrl.resolve import Caught, check_call, declared, describe_error, describe_value, resolve_part, restore_process
 
 OPTION = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: ")
@@ -194,6 +194,18 @@ def _trials(recipe: Recipe) -> Iterator[tuple[Any, ...]]:
         yield f"algorithm.filters.{number}", name, [rewards, rewards > 0], {}, algorithm.filter_options, {}
 
 
+def _has_own_rewards(section: TaskSection) -> bool:
+    """Whether it has several tasks, and one of them has rewards of its own."""
+    from srtrl.tasks.mixture import MixtureOptions
+
+    if section.name != "mixture":
+        return False
+    with suppress(ValueError):  # the check of the task reports it
+        options = validate_section(MixtureOptions, dict(section.options), "task.options")
+        return any(task.rewards for task in options.tasks)
+    return False
+
+
 def _check_advantage(recipe: Recipe) -> None:
     """Call the advantage on two groups; there is a critic if, and only if, it needs one."""
     import torch
@@ -206,11 +218,11 @@ def _check_advantage(recipe: Recipe) -> None:
     if is_token_level(function) and algorithm.loss == "gspo":
         message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
         problems.append(Problem("algorithm.loss", message))
-    if not is_token_level(function) and {"values", "mask"} & inspect.signature(function).parameters.keys():
+    parameters = inspect.signature(function).parameters.keys()
+    if not is_token_level(function) and {"values", "mask"} & parameters:
         message = f"{name} takes values or a mask, as advantages of tokens do: put `@token_level` of"
         problems.append(Problem("algorithm.advantage", f"{message} srtrl.algorithms.advantages before it"))
-    tasks = recipe.task.options["tasks"] if recipe.task.name == "mixture" else ()
-    if "reward_weights" in inspect.signature(function).parameters and any(task.get("rewards") for task in tasks):
+    if "reward_weights" in parameters and _has_own_rewards(recipe.task):
         message = f"{name} reads one weight for each reward, and tasks with `rewards` of their own have others"
         problems.append(Problem("algorithm.advantage", f"{message}: expected the same rewards for all tasks"))
     if needs_values(function) and recipe.critic is None:

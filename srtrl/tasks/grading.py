@@ -69,6 +69,8 @@ class Judge:
 
     def __init__(self, verifier: Verifier | None, rewards: Sequence[RewardSection]) -> None:
         self.verifier = verifier
+        self.is_ours = str(getattr(verifier, "__module__", "")).startswith("srtrl.")
+        """Whether the verifier is one of srtrl, which end for any text."""
         self.rewards = resolve_rewards(rewards)
         self.awaited = [reward for reward in self.rewards if reward.awaited]
         if is_isolated(verifier):
@@ -164,8 +166,7 @@ class Grader:
         prompt, label = sample.prompt, self._task.label_of(sample.prompt)
         judge = self._judges[label]
         if judge.verifier is not None and judge.isolated.verifier is None:
-            is_ours = str(getattr(judge.verifier, "__module__", "")).startswith("srtrl.")  # these end for any text
-            with nullcontext() if is_ours else self._warning_if_late("the task's verifier"), Caught() as caught:
+            with nullcontext() if judge.is_ours else self._warning_if_late("the task's verifier"), Caught() as caught:
                 sample = replace(sample, correct=bool(judge.verifier(as_judged(prompt, sample.text), prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
